@@ -111,7 +111,8 @@ def is_int(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    # Compared, as an integer past the range of floats raises OverflowError in math.isfinite.
+    return isinstance(value, Real) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _is_path(value: Any) -> bool:

@@ -196,7 +196,7 @@ def dominant_cells(
     parts: dict[str, list[np.ndarray]] = {}
     n_ways = 0
     for layer in Bar(range(values.n_layers), desc="sub-updates", unit="layer", disable=not progress):
-        vectors, m, scale = values.layer(layer), updates.coefficients(layer), updates.scales(layer)
+        vectors, m, scale = values.layer_view(layer), updates.coefficients(layer), updates.scales(layer)
         index = updates.dominant(layer, k)
         coefficient = m.gather(1, index)
         code, way = torch.unique(2 * index + (coefficient < 0), return_inverse=True)

@@ -135,7 +135,7 @@ class _Pages:
         for layer in Bar(layers, desc="value vectors", unit="layer", disable=not progress):
             if self._artifact.written([_name(layer)]):
                 continue
-            vectors = self._values.layer(layer)
+            vectors = self._values.layer_view(layer)
             near, cosines = self._near(layer, units)
             tensors = {"norms": vectors.norm(dim=1), "neighbors": near, "cosines": cosines}
             for reading, projection in self._projections.items():

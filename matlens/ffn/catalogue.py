@@ -168,7 +168,8 @@ class _StoredParts:
 
     def projection(self, reading: Reading) -> Projection | None:
         """None for a reading that needs the model."""
-        rows, head = self._tensors["unembedding"].to(self._device).float(), None
+        # A copy for each projection, which all of them could edit in place.
+        rows, head = self._tensors["unembedding"].to(self._device, torch.float32, copy=True), None
         if reading == "head" and "gain" in self._tensors:
             dense = self._tensors.get("dense")
             gain = NormGain(self._tensors["gain"].to(self._device), self._record["centred"])
@@ -183,7 +184,9 @@ def _write_parts(model: TransformerBridge, folder: Path) -> None:
     if any(parts.mixtures):
         raise _NotStorable
     values, layers = ValueVectors(parts), range(len(parts.matrices))
-    exact = {"unembedding": unembedding(model)} | {f"matrix.{layer}": values.layer(layer) for layer in layers}
+    exact = {"unembedding": unembedding(model)} | {
+        f"matrix.{layer}": values.layer_view(layer) for layer in layers
+    }
     exact |= {f"bias.{layer}": values.bias(layer) for layer in layers if parts.biases[layer] is not None}
     tensors = {}
     for name, tensor in exact.items():

@@ -181,7 +181,7 @@ class Clusters:
 
 def unit_vectors(values: ValueVectors) -> Float[np.ndarray, "n d_model"]:
     """Normalized value vectors in float64; raises InputError for zero vectors."""
-    vectors = torch.cat([values.layer(layer).cpu() for layer in range(values.n_layers)]).double()
+    vectors = torch.cat([values.layer_view(layer).cpu() for layer in range(values.n_layers)]).double()
     lengths = vectors.norm(dim=1, keepdim=True)
     without_direction = (~(lengths > 0) | lengths.isinf()).nonzero()[:, 0].tolist()
     if without_direction:

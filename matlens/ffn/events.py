@@ -149,7 +149,7 @@ def relative_scores(trace: Trace, model: TransformerBridge, to: Literal["mean", 
     rival = {"before": trace.after.to(e.device), "final": trace.before.to(e.device)}
     relative = {key: torch.empty_like(scores) for key, scores in trace.score.items()}
     for layer in range(trace.n_layers):
-        vectors = values.layer(layer)
+        vectors = values.layer_view(layer)
         for (group, reference), scores in trace.score.items():
             baseline = mean if to == "mean" else e[rival[reference][:, layer]]
             chosen = vectors[trace.index[group][:, layer].to(values.device)]

@@ -45,7 +45,8 @@ class TopTokens(NamedTuple):
 def unembedding(model: TransformerBridge) -> Float[Tensor, "d_vocab d_model"]:
     """``E``, a row for each token, in float32; of a masked-LM model the decoder of its head.
 
-    For narrower embeddings (OPT-350m), it includes the projection to them.
+    To be read only, as it can be the model's own weight. For narrower embeddings (OPT-350m), it includes the
+    projection to them.
     """
     check_raw(model)
     if stack_of(model) == ENCODER or not hasattr(model, "unembed"):
@@ -59,12 +60,17 @@ def unembedding(model: TransformerBridge) -> Float[Tensor, "d_vocab d_model"]:
     return weight
 
 
+def _own(x: Tensor, weight: Tensor) -> Tensor:
+    """A tensor, copied if it shares the memory of a weight, which editing it in place would change."""
+    return x.clone() if x.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr() else x
+
+
 class LinearHead(nn.Module):
     """The linear parts before an unembedding: a dense layer, if any, and a norm's gain."""
 
     def __init__(self, dense: Tensor | None, gain: NormGain) -> None:
         super().__init__()
-        self.dense, self.gain = None if dense is None else dense.detach().float(), gain
+        self.dense, self.gain = None if dense is None else dense.detach().to(torch.float32, copy=True), gain
 
     def forward(self, vectors: Tensor) -> Tensor:  # noqa: D102
         return self.gain(vectors if self.dense is None else vectors @ self.dense.T)
@@ -93,7 +99,7 @@ class Projection:
     @classmethod
     def from_model(cls, model: TransformerBridge) -> Projection:
         """``E v``, as in the paper."""
-        rows = unembedding(model)
+        rows = _own(unembedding(model), model.unembed.original_component.weight)
         if model.tokenizer is None:
             raise InputError(f"This {model.cfg.architecture} has no tokenizer.")
         return cls(rows, model.tokenizer, identity=ModelIdentity.from_model(model))
@@ -183,7 +189,7 @@ class Projection:
     def top_of_all(self, values: ValueVectors, k: int = TOP, *, progress: bool = True) -> TopTokens:
         """The ``k`` top tokens of every value vector of a model; `ValueVectors.at` names a row."""
         self.check_same(values.identity)
-        layers = [self.top(values.layer(layer), k) for layer in _layers(values, "projecting", progress)]
+        layers = [self.top(values.layer_view(layer), k) for layer in _layers(values, "projecting", progress)]
         ids, scores = zip(*layers, strict=True)
         return TopTokens(torch.cat(ids), torch.cat(scores))
 
@@ -254,7 +260,7 @@ class Projection:
         n = check_int(n, "n", min=1, max=len(values))
         self.check_same(values.identity)
         reading, layers = self.score_and_lift(words), _layers(values, "scoring", progress)
-        scores = torch.cat([reading.scores(values.layer(layer)) for layer in layers]).cpu()
+        scores = torch.cat([reading.scores(values.layer_view(layer)) for layer in layers]).cpu()
         best = scores[:, 1].topk(n).indices
         score, lift = scores[best].T.tolist()
         return values.name_columns(best.tolist()).assign(score=score, lift=lift)

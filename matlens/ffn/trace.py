@@ -174,8 +174,8 @@ class _BatchReader:
         self._coefficients = [str(Site(COEFFICIENTS, layer)) for layer in layers]
         stream = {site for sites in (*self._before, *self._after) for site in sites}
         self._outputs = [str(Site(FFN_OUT, layer)) for layer in layers]
-        outputs = self._outputs if self._values.output_kind != FFN_OUT else []  # where they pass a norm
-        self.sites = sorted(stream | {*self._coefficients, *outputs})
+        self._added = [str(Site(self._values.output_kind, layer)) for layer in layers]
+        self.sites = sorted(stream | {*self._coefficients, *self._outputs, *self._added})
         self._norms = [self._values.norms(layer).cpu() for layer in layers]
         self._random = self._values.random_sub_updates(examples.n_positions, k, seed=seed)
         n = self._values.n_layers
@@ -211,7 +211,8 @@ class _BatchReader:
         for layer in range(n_layers):
             m = batch.vectors[self._coefficients[layer]]
             contribution = m.abs() * self._norms[layer]
-            outputs = batch.vectors.get(self._outputs[layer], torch.zeros(n, self._values.d_model))
+            outputs = batch.vectors[self._outputs[layer]]
+            self._values.check_sums(layer, m, outputs, batch.vectors[self._added[layer]])
             scale = self._values.scale(layer, outputs).cpu()
             columns["scale"][:, layer, 0] = scale
             index = {
@@ -220,7 +221,7 @@ class _BatchReader:
             }
             tokens = {"before": columns["before"][:, layer, 0].long(), "final": final}
             # Computing all static scores is faster than gathering the vectors of some.
-            vectors = self._values.layer(layer)
+            vectors = self._values.layer_view(layer)
             static = {
                 reference: (
                     self._embedding[token.to(self._embedding.device)].to(vectors.device) @ vectors.T

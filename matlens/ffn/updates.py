@@ -33,7 +33,8 @@ DOMINANT = 10  # sub-updates of an update that the paper calls dominant
 class Updates:
     """FFN outputs at collected positions, as sub-updates (paper B, section 3).
 
-    From ``ffn_post`` and ``ffn_out`` of each layer, and ``ln2_post_out`` where a norm follows the FFN.
+    From ``ffn_post`` and ``ffn_out`` of each layer, and ``ln2_post_out`` where a norm follows the FFN. Raises
+    InputError if the sub-updates do not add up to the outputs, as where an FFN was replaced.
     """
 
     def __init__(self, values: ValueVectors, activations: Activations) -> None:
@@ -41,6 +42,11 @@ class Updates:
             values.identity, ours="the coefficients", theirs="the value vectors"
         )
         self.values, self.activations = values, activations
+        for layer in self.layers:
+            sites = [str(Site(kind, layer)) for kind in (COEFFICIENTS, FFN_OUT, values.output_kind)]
+            if all(site in activations for site in sites):
+                for rows in activations.shards(list(dict.fromkeys(sites))):
+                    values.check_sums(layer, *(rows.vectors[site] for site in sites))
 
     @classmethod
     def run(
@@ -87,7 +93,7 @@ class Updates:
         """
         check_int(row, "row", min=0, max=self.activations.n_rows - 1)
         scaled = self.scales(layer)[row] * self.coefficients(layer)[row]
-        return scaled[:, None] * self.values.layer(layer)
+        return scaled[:, None] * self.values.layer_view(layer)
 
     def contributions(self, layer: int) -> Float[Tensor, "n d_mlp"]:
         """``|m_i| ||v_i||``, the length of each sub-update."""

@@ -202,10 +202,14 @@ class ValueVectors:
     def matrix(self, layer: int) -> Float[Tensor, "d_mlp d_model"]:
         """The rows of a layer's output matrix, without a norm's gain or a multiplier."""
         self._check_from_model()
-        return self._rows(layer)
+        return self._rows(layer).clone()
 
     def layer(self, layer: int) -> Float[Tensor, "d_mlp d_model"]:
         """All value vectors of a layer, in float32 on the model's device."""
+        return self.layer_view(layer).clone()
+
+    def layer_view(self, layer: int) -> Float[Tensor, "d_mlp d_model"]:
+        """`layer` without a copy, to be read only: it can be the model's own weights."""
         return self._reaching(layer, self._rows(layer))
 
     def bias(self, layer: int) -> Float[Tensor, " d_model"]:
@@ -213,7 +217,7 @@ class ValueVectors:
         bias = self._biases[self.resolve_layer(layer)]
         if bias is None:
             return torch.zeros(self.d_model, device=self.device)
-        return self._reaching(layer, bias.detach().to(self.device, torch.float32))
+        return self._reaching(layer, bias.detach().to(self.device, torch.float32, copy=True))
 
     @torch.inference_mode()
     def scale(self, layer: int, outputs: Float[Tensor, "n d_model"]) -> Float[Tensor, " n"]:
@@ -229,6 +233,30 @@ class ValueVectors:
         normed, unscaled = self._norms[layer](outputs), self._reaching(layer, outputs)
         size = unscaled.square().sum(1)
         return ((normed * unscaled).sum(1) / size).where(size > 0, torch.ones_like(size))
+
+    @torch.inference_mode()
+    def check_sums(
+        self,
+        layer: int,
+        coefficients: Float[Tensor, "n d_mlp"],
+        ffn_outputs: Float[Tensor, "n d_model"],
+        outputs: Float[Tensor, "n d_model"],
+    ) -> None:
+        """Raise InputError unless the sub-updates of a layer add up to the vectors of `output_kind`.
+
+        ``ffn_outputs`` are the vectors of ``ffn_out``, the same where no norm follows.
+        """
+        m, ffn_outputs, outputs = (x.to(self.device).float() for x in (coefficients, ffn_outputs, outputs))
+        vectors, scale = self.layer_view(layer), self.scale(layer, ffn_outputs)
+        error = (scale[:, None] * (m @ vectors + self.bias(layer)) - outputs).norm(dim=1)
+        terms = (m.square() @ vectors.square().sum(1)).sqrt()
+        # Far above rounding, also of models that use TF32 or autocast.
+        tolerance = max(1e-2, 8 * torch.finfo(getattr(torch, str(self.identity.dtype))).eps)
+        if bool((error > tolerance * (outputs.norm(dim=1) + scale * terms)).any()):
+            raise InputError(
+                f"The sub-updates of layer {layer} must add up to the FFN's outputs, got other outputs. They "
+                "were collected while the FFN was replaced or its output was hooked: collect them without."
+            )
 
     def _check_from_model(self) -> None:
         if not self._norms:
@@ -262,7 +290,7 @@ class ValueVectors:
 
     def norms(self, layer: int) -> Float[Tensor, " d_mlp"]:
         """Norm of each value vector of a layer."""
-        return self.layer(layer).norm(dim=1)
+        return self.layer_view(layer).norm(dim=1)
 
     def random(self, layer: int, n: PositiveInt, *, seed: Seed = 0) -> Float[Tensor, "n d_model"]:
         """Normal random vectors with the mean and standard deviation of a layer's in each dimension.
@@ -270,7 +298,7 @@ class ValueVectors:
         The baseline of paper B, section 4.1; the same for a seed on any device.
         """
         layer = self.resolve_layer(layer)
-        vectors = self.layer(layer)
+        vectors = self.layer_view(layer)
         generator = torch.Generator().manual_seed((seed * self.n_layers + layer) % 2**63)
         noise = torch.randn(n, self.d_model, generator=generator).to(self.device)
         return vectors.mean(0) + noise * vectors.std(0)

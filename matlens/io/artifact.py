@@ -66,7 +66,7 @@ class Artifact:
     def __init__(self, folder: str | Path, config: Mapping[str, Any]) -> None:
         self.folder, self.config = Path(folder), dict(config)
         self._job = content_hash({"holds": config["holds"], "request": config["request"]})
-        self._headers: dict[str, Record] = {}  # of files of tensors that are verified
+        self._headers: dict[str, tuple[str, Record]] = {}  # text and content of those that are verified
         self._verified: set[tuple[str, str]] = set()  # tensors that need not be hashed again
 
     @property
@@ -211,6 +211,10 @@ class Artifact:
         if tensor not in header["tensors"]:
             raise damaged(path, f"holds no tensor {tensor}")
         with open_tensors(path, partial(damaged, path)) as file:
+            if _entry(file) != self._headers[name][0]:
+                raise InputError(
+                    f"{path} was written again after {self.folder} was opened. Open the folder again."
+                )
             values = file.get_tensor(tensor)
         if (name, tensor) not in self._verified:
             if _hash(values) != header["tensors"][tensor]:
@@ -254,19 +258,19 @@ class Artifact:
     def _header(self, name: str) -> Record:
         """The metadata of a tensor file, after its checksum is verified."""
         if name in self._headers:
-            return self._headers[name]
+            return self._headers[name][1]
         path = self._path(name)
         if self.finished and path.name not in self.files:
             raise damaged(path, f"is not in the list of files in {CONFIG}")
         with open_tensors(path, partial(damaged, path)) as file:
-            text, names = (file.metadata() or {}).get(_ENTRY, ""), set(file.keys())
+            text, names = _entry(file), set(file.keys())
         header = verified(parse_json(text, f"the metadata of {path}"), path)
         recorded = self.files[path.name].get("tensors") if self.finished else header["tensors"]
         if names != header["tensors"].keys() or header["tensors"] != recorded:
             raise damaged(path, "holds other tensors than were written")
         if (header["job"], header["name"]) != (self._job, name):
             raise damaged(path, "was written by another job")
-        self._headers[name] = header
+        self._headers[name] = text, header
         return header
 
 
@@ -372,6 +376,11 @@ def _owner(folder: Path) -> str:
         return str(read_json(folder / CONFIG)["by"])
     except (OSError, InputError, KeyError, TypeError):
         return "another process"
+
+
+def _entry(file: Any) -> str:
+    """The text that `Artifact.write` puts into the metadata of a file of tensors."""
+    return (file.metadata() or {}).get(_ENTRY, "")
 
 
 def _hash(values: Tensor) -> str:

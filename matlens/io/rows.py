@@ -56,14 +56,16 @@ class StoredRows(Mapping[str, Tensor]):
         self.n_rows = int(artifact.request["n_rows"])
         self._shards = [name.removesuffix(".safetensors") for name in artifact.files if name[:1].isdigit()]
         self._whole: WeakValueDictionary[str, Tensor] = WeakValueDictionary()
+        self._versions: dict[str, int] = {}
 
+    @torch.inference_mode(False)  # tensors of inference mode have no version
     def __getitem__(self, name: str) -> Tensor:
         column, whole = self.columns[name], self._whole.get(name)
-        if whole is None:
+        if whole is None or whole._version != self._versions[name]:  # or edited in place by who has it
             whole = torch.empty(self.n_rows, column.width, dtype=column.in_memory)
             for index, part in self.shards([name]):
                 whole[torch.from_numpy(index)] = part[name]
-            self._whole[name] = whole
+            self._whole[name], self._versions[name] = whole, whole._version
         return whole
 
     def shards(self, names: Sequence[str]) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:

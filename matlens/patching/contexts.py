@@ -6,8 +6,7 @@ replaced runs, and hooks replace its output. Between any other two sites everyth
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -18,11 +17,10 @@ from torch import Tensor
 from matlens.errors import InputError, check, checked
 from matlens.linear.maps import LinearMap
 from matlens.models.hooks import changing
-from matlens.models.inputs import DECODER, is_visual, n_image_positions, stack_of
 from matlens.models.layout import ModelLayout
+from matlens.patching.positions import TokenPositions, cache_of, replaced_methods
 from matlens.patching.replacements import (
     Replacement,
-    Where,
     describe_replacement,
     find_overlap,
     replaced_vectors,
@@ -75,26 +73,26 @@ def apply_replacements(model: TransformerBridge, replacements: Sequence[Replacem
     writing: list[tuple[str, Any]] = []
     reading: list[tuple[str, Any]] = []
     forwards: dict[int, Any] = {}
-    places = TokenPlaces(model)
-    for i, replacement in enumerate(replacements):
+    tokens = TokenPositions.of(model)
+    for replacement in replacements:
         source, (target, before) = layout.hook(replacement.source), layout.written_at(replacement.target)
         if replacement.blocks:
             forwards |= skipping_forwards(model, replacement, layout)
         elif source == target:
-            writing.append((target, _mapping_hook(replacement, places)))
+            writing.append((target, _mapping_hook(replacement, tokens)))
         else:
-            keys = {hook: (i, hook) for hook in (source, before) if hook is not None}
+            keys = {hook: (replacement, hook) for hook in (source, before) if hook is not None}
             order = layout.order(replacement.source)
-            writing.append((target, _writing_hook(replacement, places, order, list(keys.values()))))
-            reading += [(hook, places.keep(key)) for hook, key in keys.items()]
-    hooks = writing + reading  # a replacement can read the output of another, in any order
+            write = _writing_hook(model, replacement, tokens, order, list(keys.values()))
+            writing.append((target, write))
+            reading += [(hook, tokens.keep(key)) for hook, key in keys.items()]
+    hooks = [*writing, *reading, tokens.hook]  # a replacement can read the output of another, in any order
 
     descriptions = [describe_replacement(replacement) for replacement in replacements]
     functions = [r.function for r in replacements if not isinstance(r.function, LinearMap)]
     with ExitStack() as stack:
         stack.enter_context(changing(model, descriptions, hooks, functions))
-        if any(not replacement.is_jump for replacement in replacements):
-            stack.enter_context(places.watching())
+        stack.enter_context(tokens.watching())
         methods = [(model.blocks[layer], "forward", forward) for layer, forward in forwards.items()]
         stack.enter_context(replaced_methods(methods))
         stack.enter_context(reserve_parts(model, replacements))
@@ -123,18 +121,18 @@ def reserve_parts(model: TransformerBridge, replacements: Sequence[Replacement])
         active[:] = [replacement for replacement in active if id(replacement) not in ending]
 
 
-def _mapping_hook(replacement: Replacement, places: TokenPlaces) -> Any:
+def _mapping_hook(replacement: Replacement, tokens: TokenPositions) -> Any:
     def hook(value: Tensor, hook: Any) -> Tensor:
         vectors = value.flatten(2)  # heads concatenated
         instead = replaced_vectors(replacement, vectors, vectors)
-        return instead if replacement.is_jump else _put(replacement, instead, value, places)
+        return instead if replacement.is_jump else _put(replacement, instead, value, tokens)
 
     return hook
 
 
-def _put(replacement: Replacement, instead: Tensor, value: Tensor, places: TokenPlaces) -> Tensor:
+def _put(replacement: Replacement, instead: Tensor, value: Tensor, tokens: TokenPositions) -> Tensor:
     """A value with the chosen tokens and heads replaced."""
-    chosen = places.chosen(replacement.where)[..., None].to(value.device)
+    chosen = tokens.chosen(replacement.where)[..., None].to(value.device)
     if replacement.heads is not None:
         heads = torch.zeros(value.shape[2:], dtype=torch.bool, device=value.device)
         heads[list(replacement.heads)] = True
@@ -143,23 +141,33 @@ def _put(replacement: Replacement, instead: Tensor, value: Tensor, places: Token
 
 
 def _writing_hook(
-    replacement: Replacement, places: TokenPlaces, order: int, keys: Sequence[tuple[int, str]]
+    model: TransformerBridge,
+    replacement: Replacement,
+    tokens: TokenPositions,
+    order: int,
+    keys: Sequence[Any],
 ) -> Callable[..., Tensor]:
     """A hook that replaces the vectors at a target, minus later additions to it."""
 
     def leave(value: Tensor, hook: Any) -> Tensor:
-        if not places.read.keys() >= set(keys) or places.starts_behind(order):
+        if not tokens.read.keys() >= set(keys) or _starts_behind(model, order):
             raise InputError(
                 f"The pass reached {replacement.target} without {replacement.source}. Start it before the "
                 "replacement."
             )
-        read, *added = map(places.read.pop, keys)
+        read, *added = map(tokens.read.pop, keys)
         instead = replaced_vectors(replacement, read, value.flatten(2))
         for before in added:
             instead = instead - before.to(instead)
-        return _put(replacement, instead, value, places)
+        return _put(replacement, instead, value, tokens)
 
     return leave
+
+
+def _starts_behind(model: TransformerBridge, order: int) -> bool:
+    """True if the running pass starts at a later layer than a hook."""
+    start = getattr(model.blocks[0], "_start_at_layer_idx", None)
+    return start is not None and order < ModelLayout.from_model(model).start_of_block(start)
 
 
 _RETURNED = 2  # maximum outputs of a block that can be skipped: its vectors and attention weights
@@ -231,7 +239,7 @@ def _skipping_forwards_of_t5(model: TransformerBridge, jump: Replacement) -> dic
         def forward(
             h: Tensor, mask: Any = None, bias: Any = None, encoder: Any = None, *others: Any, **more: Any
         ) -> Any:
-            _check_first_pass(_cache_of(more), layer, len(model.blocks), h.shape[1], jump)
+            _check_first_pass(cache_of(more), layer, len(model.blocks), h.shape[1], jump)
             if bias is None:
                 attention = block.original_component.layer[0].SelfAttention
                 attention = getattr(attention, "original_component", attention)
@@ -242,10 +250,6 @@ def _skipping_forwards_of_t5(model: TransformerBridge, jump: Replacement) -> dic
         return forward
 
     return {layer: forward_of(layer) for layer in jump.blocks}
-
-
-def _cache_of(given: Mapping[str, Any]) -> Any:
-    return given.get("cache", given.get("past_key_values"))  # the name changes in transformers 5.24
 
 
 def _check_first_pass(cache: Any, layer: int, n_layers: int, length: int, jump: Replacement) -> None:
@@ -282,104 +286,3 @@ def _keep_place_in_cache(given: Sequence[Any], layer: int, h: Tensor) -> None:
         if place is None or hasattr(place, "update"):
             nothing = h.new_zeros(h.shape[0], 1, h.shape[1], 1)
             cache.update(nothing, nothing, layer)
-
-
-@contextmanager
-def replaced_methods(methods: Sequence[tuple[Any, str, Callable[..., Any]]]) -> Iterator[None]:
-    """Replace methods of objects, by their names."""
-    # An attribute of the instance takes precedence over the class, and leaves no trace when deleted.
-    before = [vars(owner).get(name) for owner, name, _ in methods]
-    try:
-        for owner, name, function in methods:
-            vars(owner)[name] = function
-        yield
-    finally:
-        for (owner, name, _), own in zip(methods, before, strict=True):
-            vars(owner).pop(name, None)
-            if own is not None:
-                vars(owner)[name] = own
-
-
-class TokenPlaces:
-    """The position of every token of a running batch in its sentence, and -1 for padding.
-
-    Padding is never replaced: a map's output there could overflow and reach the other tokens as NaN through
-    an attention weight of zero. Only one pass of a patched model runs at a time.
-    """
-
-    def __init__(self, model: TransformerBridge) -> None:
-        self._model, self._inner = model, model.original_model
-        self._signature = inspect.signature(self._inner.forward)
-        self.of_batch = torch.empty(0, 0)  # [batch, length], of the running pass
-        self.read: dict[Any, Tensor] = {}  # vectors of the running pass that are still to be used
-        self.look: Callable[..., None] = self._look  # one object, to identify the hook
-
-    def starts_behind(self, order: int) -> bool:
-        """Whether the running pass starts at a later layer than a hook."""
-        start = getattr(self._model.blocks[0], "_start_at_layer_idx", None)
-        return start is not None and order < ModelLayout.from_model(self._model).start_of_block(start)
-
-    def chosen(self, where: Where) -> Tensor:
-        """``[batch, length]``: the tokens at which something is replaced."""
-        places = self.of_batch
-        if isinstance(where, str) and where == "last":  # a pass with a KV cache does not see the prompt
-            last = places.max(1, keepdim=True).values
-            return (places == last) & (places >= 0) & (places == 0).any(1, keepdim=True)
-        if isinstance(where, str):
-            return places >= (1 if where == "not-first" else 0)
-        if len(where) != len(places):
-            raise InputError(
-                f"where must have a row for each of {len(places)} sentences, got {len(where)} rows."
-            )
-        where = where.to(places.device)
-        if where.dtype != torch.bool:
-            outside = (places == 0).any(1) & (where > places.max(1).values)
-            if bool(outside.any()):
-                sentence = int(outside.int().argmax())
-                raise InputError(
-                    f"where must be at most {int(places[sentence].max())} in sentence {sentence}, got "
-                    f"{int(where[sentence])}. A Boolean mask can include tokens to come."
-                )
-            return places == where[:, None]
-        known = places < where.shape[1]
-        meant = where.gather(1, places.clamp(0, where.shape[1] - 1)) | ~known
-        return meant & (places >= 0)
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Record the positions of the tokens of each forward pass."""
-        handle = self._inner.register_forward_pre_hook(self.look, with_kwargs=True)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    def keep(self, key: Any) -> Callable[..., None]:
-        """A hook that keeps the vectors of the running pass, those of all heads concatenated."""
-
-        def hook(value: Tensor, hook: Any) -> None:
-            self.read[key] = value.flatten(2)
-
-        return hook
-
-    def _look(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.read.clear()
-        given = self._signature.bind_partial(*args, **kwargs).arguments
-        given |= given.pop("kwargs", {})
-        if is_visual(self._model):
-            n, length = len(given["pixel_values"]), n_image_positions(self._model)
-            self.of_batch = torch.arange(length, device=given["pixel_values"].device).expand(n, length)
-            return
-        of_stack = "decoder_" if stack_of(self._model) == DECODER else ""
-        tokens = given.get(f"{of_stack}input_ids")
-        tokens = given[f"{of_stack}inputs_embeds"] if tokens is None else tokens
-        n, length = tokens.shape[:2]
-        mask, cache = given.get(f"{of_stack}attention_mask"), _cache_of(given)
-        if mask is not None and mask.ndim != 2:
-            raise InputError(f"attention_mask must be [batch, length], got one of {mask.ndim} dimensions.")
-        if mask is not None:
-            real = mask.bool()
-            self.of_batch = (real.cumsum(1) - 1).masked_fill(~real, -1)[:, -length:]
-            return
-        past = 0 if cache is None else cache.get_seq_length()
-        self.of_batch = torch.arange(past, past + length, device=tokens.device).expand(n, length)

@@ -41,19 +41,21 @@ class Replacement:
     ----------
     function
         Computes the vectors at ``target`` from those at ``source``: a `LinearMap`, a matrix
-        ``[d_target, d_source]``, an ``nn.Linear``, or any function of ``[batch, token, d_source]``. Matrices
-        and ``nn.Linear`` become a `LinearMap`. Of a known provenance, a map must be of this model.
+        ``[d_target, d_source]``, an ``nn.Linear``, or any function of ``[batch, token, d_source]``, given
+        copies. Matrices and ``nn.Linear`` become a `LinearMap`. Of a known provenance, a map must be of this
+        model.
     source, target
         Two layers of the residual stream for a jump over the blocks between them; the input and the output of
         one sub-module, such as ``ffn_in.3`` and ``ffn_out.3``; any two sites of which the second is computed
         later, such as ``blocks.3.attn.hook_z`` and ``h.5``; or twice the same site, to change its vectors.
     where
-        At which tokens: ``"all"``; ``"not-first"``, all but the first of each sentence, which many models
-        use as an attention sink; ``"last"``, the last of each sentence, or of the prompt where ``generate``
-        uses a cache; one position per sentence, ``[batch]``; or a Boolean mask ``[batch, longest]``, such as
+        The tokens: ``"all"``; ``"not-first"``, all but the first of each sentence, which many models use as
+        an attention sink; ``"last"``, the last of each sentence, or of its prompt in ``generate``; one
+        position per sentence, ``[batch]``; or a Boolean mask ``[batch, longest]``, such as
         ``~find_sinks(...)``, which includes tokens past its end. Tokens are counted from the sentence's own
-        first; padding is excluded. Blocks are skipped if all tokens are meant; else only their outputs at
-        these tokens are replaced.
+        first; padding is excluded. In passes of your own that continue a cache, ``"last"`` is the last token
+        of the first of them inside the context. Blocks are skipped if all tokens are meant; otherwise only
+        their outputs at these tokens are replaced.
     heads
         Heads to replace, from 0, if the target has several (``blocks.3.attn.hook_z``); by default all. The
         function returns the vectors of all heads.
@@ -184,7 +186,9 @@ def describe_replacement(replacement: Replacement) -> str:
 
 def replaced_vectors(replacement: Replacement, entered: Tensor, left: Tensor) -> Tensor:
     """The function's vectors for those that enter a part, in the shape and precision of those that leave."""
-    instead = replacement.function(entered)
+    function = replacement.function
+    # A function of the user may work in place, and the model still needs these vectors.
+    instead = function(entered if isinstance(function, LinearMap) else entered.clone())
     if not isinstance(instead, Tensor) or instead.shape != left.shape:
         raise InputError(
             f"The function of {replacement} must return a tensor of shape {tuple(left.shape)}, got "

@@ -31,6 +31,7 @@ from matlens.patching import fit_submodules, mat_attn, mat_ffn, mat_ln1_ln2, sub
 
 TOKEN = "a-secret"
 PORT = 8765
+HUGE = b"1" + 400 * b"0"  # an integer past the range of floats
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +141,9 @@ def test_requests_without_the_token_are_refused(live):
         (b'{"prompt": "w1", "changes": [{"kind": "x", "target": "1"}]}', 422),
         (b'{"prompt": "w1", "changes": [{"kind": "value", "target": "L9D1"}]}', 422),
         (b'{"prompt": "w1", "changes": [{"kind": "value", "target": "L1D1", "value": 1e999}]}', 422),
+        (b'{"prompt": "w1", "changes": [{"kind": "value", "target": "L1D1", "value": 1e39}]}', 422),
+        (b'{"prompt": "w1", "changes": [{"kind": "value", "target": "L1D1", "value": 1e38}]}', 422),
+        (b'{"prompt": "w1", "changes": [{"kind": "value", "target": "L1D1", "value": %s}]}' % HUGE, 422),
         (b'{"prompt": "\\ud800"}', 400),
     ],
 )  # fmt: skip

@@ -18,6 +18,7 @@ from patched_models import LENGTHS, SENTENCES, assert_as_before, assert_same, li
 from scipy import stats
 from torch import Tensor
 
+import matlens
 from matlens import InputError, make_examples
 from matlens.data.making import make_windows
 from matlens.ffn import ValueVector, controlled
@@ -160,6 +161,8 @@ def test_control_of_an_ffn_that_is_replaced_is_refused_in_either_order(part, sma
         ((["L0D1", "wine"],), "'wine' is not a value vector"),
         ((["L2D1", "L-1D1"],), "vectors must be different, got L2D1 twice"),
         (({"L0D1": float("nan")},), "^The value of L0D1 must be"),
+        (({"L0D1": -1e39},), "^The value of L0D1 must be finite in the model's torch.float32"),
+        (({"L0D1": 10**400},), "^The value of L0D1 must be"),
         ((["L0D1"], 3.0, {"where": torch.tensor([-1, 0])}), "^where must be"),
     ],
 )
@@ -169,6 +172,28 @@ def test_other_input_is_refused_and_nothing_is_hooked(given, message, small_mode
     with pytest.raises(InputError, match=message):
         controlled(model, *given[:2], **options).__enter__()
     assert_as_before(model, before)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_coefficients_that_overflow_on_the_way_raise(name, small_model):
+    """The square of 1e30 does, so that norms made zeros of finite vectors, and of each token the first."""
+    model, tokens = small_model(name), torch.tensor([[7, 3, 41]])
+    for how, where in (("set", "all"), ("add", "last"), ("scale", "last")):
+        with (
+            controlled(model, ["L2D5"], 1e38, how=how, where=where),
+            pytest.raises(InputError, match="overf"),
+        ):
+            model(tokens)
+    with torch.inference_mode():
+        assert bool(model(tokens).isfinite().all())
+
+
+def test_coefficients_are_finite_in_half_precision(model_folder):
+    model = matlens.load(str(model_folder("llama")), device="cpu", dtype=torch.float16)
+    with pytest.raises(InputError, match=r"must be finite in the model's torch\.float16, got 70000"):
+        controlled(model, {"L1D5": 7e4}).__enter__()
+    with controlled(model, {"L1D5": 6e4}):
+        assert bool(model(torch.tensor([[7, 3, 41]])).isfinite().all())
 
 
 def test_the_interval_of_few_texts_is_that_of_a_ratio_of_sums():

@@ -35,15 +35,17 @@ from plain_values import (
 from safetensors.torch import load_file, save_file
 
 import matlens
-from matlens import InputError, make_examples, make_prompts
+from matlens import InputError, Site, make_examples, make_prompts
+from matlens.ffn import Trace, controlled, projection
 from matlens.ffn import catalogue as module
-from matlens.ffn import projection
 from matlens.ffn.catalogue import Catalogue, Reading
 from matlens.ffn.projection import Projection, TopTokens
 from matlens.ffn.updates import Updates
 from matlens.ffn.values import ValueVectors
 from matlens.io.cache import default_cache
 from matlens.models.identity import ModelIdentity, Provenance
+from matlens.models.layout import ModelLayout
+from matlens.patching import Replacement
 
 Folders = Callable[[str], Path]
 
@@ -65,6 +67,28 @@ def test_vectors_are_the_rows_of_the_plain_output_matrix(name, small_model, plai
     last = f"L{N_LAYERS - 1}D{D_MLP[name] - 1}"
     assert str(values.resolve("L-1D-1")) == str(values.at(len(values) - 1)) == last
     assert str(values.at(D_MLP[name])) == "L1D0"
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "gemma3", "granite", "olmoe", "opt-narrow"])
+def test_no_accessor_gives_the_models_own_weights(name, small_model):
+    """Centering or normalizing them in place would edit the model."""
+    model = small_model(name)
+    own = {weight.untyped_storage().data_ptr() for weight in model.original_model.parameters()}
+    values = ValueVectors(model)
+    given = [
+        *(read(layer) for layer in range(N_LAYERS) for read in (values.layer, values.matrix, values.bias)),
+        values.vectors([values.at(0)]), values.norms(0), values.random(0, 2),
+    ]  # fmt: skip
+    for make in (Projection.from_model, Projection.after_norm, Projection.through_head):
+        if make == Projection.from_model or hasattr(model, "ln_final"):
+            read = make(model)
+            given += [read.unembedding, *(read.norm.parameters() if read.norm is not None else ())]
+            given += [] if read.norm is None else list(vars(read.norm).values())
+    given = [tensor for tensor in given if isinstance(tensor, torch.Tensor)]
+    assert not own & {tensor.untyped_storage().data_ptr() for tensor in given}
+    first = values.layer(0)
+    first -= first.mean(0)
+    assert not torch.equal(values.layer(0), first)
 
 
 @pytest.mark.parametrize("wrong", ["L3D0", "L-4D0", "L0D48", "L0D-49", "L0E0D1"])
@@ -315,6 +339,43 @@ def test_sub_updates_and_the_bias_add_up_to_the_plain_models_ffn(name, small_mod
     ]  # where a norm has nothing to scale
     if updates.values.bias(0).any():  # the bias is a term of its own
         assert not torch.allclose(parts.sum(0), written, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "gemma2", "olmoe"])
+def test_sub_updates_of_ffns_that_write_something_else_raise(name, small_model, sentences):
+    """Replaced, or with a hook at the output: as where one dimension of one token is changed."""
+    model = small_model(name)
+    examples = make_examples(model, sentences).head(6)
+    hook = ModelLayout.from_model(model).hook("ffn_out.1")
+
+    def nudge(value: torch.Tensor, hook: Any) -> torch.Tensor:
+        value = value.clone()
+        value[:, :, 3] += value.norm(dim=-1)
+        return value
+
+    nothing = Replacement(torch.zeros_like, Site("ffn_in", 1), Site("ffn_out", 1))
+    contexts = [lambda: model.hooks(fwd_hooks=[(hook, nudge)]), lambda: matlens.patched(model, [nothing])]
+    for context in contexts:
+        for run in (Updates.run, Trace.run):
+            with context(), pytest.raises(InputError, match="The sub-updates of layer 1 must add up"):
+                run(model, examples, progress=False)
+        sites = [
+            f"{kind}.1" for kind in dict.fromkeys(("ffn_post", "ffn_out", ValueVectors(model).output_kind))
+        ]
+        with context():
+            activations, values = matlens.collect(model, examples, sites, progress=False), ValueVectors(model)
+            with pytest.raises(InputError, match="The sub-updates of layer 1 must add up"):
+                Updates(values, activations)
+    with controlled(model, [ValueVectors(model).at(3)], 2.0):  # which changes coefficients and outputs alike
+        Updates.run(model, examples, progress=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "olmoe"])
+def test_rounding_is_no_other_output(name, dtype, model_folder, sentences):
+    model = matlens.load(str(model_folder(name)), device="cpu", dtype=dtype)
+    examples = make_examples(model, sentences).head(6)
+    Updates.run(model, examples, progress=False)
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 10_000])

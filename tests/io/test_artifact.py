@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,37 @@ def test_what_was_written_outlives_a_failure(tmp_path):
             write_and_raise(tmp_path / "a", error)
         with Artifact.writing(tmp_path / "a", "maps", {}) as artifact:
             assert artifact.written() == ["0"]
+
+
+def test_a_folder_that_was_written_again_is_noticed(small_model, tmp_path):
+    """An object that was opened before has another provenance than the new vectors."""
+    model = small_model("gpt2")
+    for positions in ("sampled", "all"):
+        folder, opened = tmp_path / positions, []
+        for seed in (0, 1):
+            shutil.rmtree(folder, ignore_errors=True)
+            examples = matlens.make_examples(model, make_sentences(), seed=seed).head(20 + seed)
+            opened.append(
+                matlens.collect(model, examples, [1, 2], positions=positions, folder=folder, **QUIET)
+            )
+            if not seed:
+                assert list(opened[0].shards(["h.1"]))
+        for read in (lambda of: of["h.1"], lambda of: of["h.2"], lambda of: list(of.shards(["h.1"]))):
+            with pytest.raises(InputError, match="written again"):
+                read(opened[0])
+        assert opened[1]["h.1"].isfinite().all()
+
+
+def test_vectors_of_a_folder_that_were_edited_in_place_are_read_again(small_model, tmp_path):
+    model = small_model("gpt2")
+    examples = matlens.make_examples(model, make_sentences()).head(20)
+    stored = matlens.collect(model, examples, [1], folder=tmp_path / "a", **QUIET)
+    with torch.inference_mode():
+        vectors = stored["h.1"]
+        before = vectors.clone()
+        assert stored["h.1"] is vectors
+        vectors -= vectors.mean(0)
+        assert torch.equal(stored["h.1"], before)
 
 
 def test_a_job_that_failed_before_it_wrote_leaves_no_folder(tmp_path):

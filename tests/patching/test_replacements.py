@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from contextlib import nullcontext
 from weakref import WeakKeyDictionary
@@ -147,6 +148,37 @@ def test_maps_of_other_shapes_than_their_sites_are_refused(form, small_model):
             patched(small_model("gpt2"), [given]).__enter__()
     with pytest.raises(InputError):
         Replacement(torch.zeros(D_MODEL), "h.1", "h.2")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_functions_that_work_in_place_change_only_their_result(name, small_model):
+    model = small_model(name)
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(2)
+
+    sites = [("ffn_in", "ffn_out", 1, 1), ("attn_in", "attn_out", 1, 1), ("h", "h", 0, 1), ("z", "h", 0, 2)]
+    for (source, target, first, last), where in itertools.product(sites, ("all", "last")):
+        found = []
+        for function in (doubled, lambda x: 2 * x):
+            given = Replacement(function, Site(source, first), Site(target, last), where)
+            with patched(model, [given]):
+                found.append(vectors(model))
+        assert_same(*found, 0)
+
+
+@pytest.mark.parametrize("where", ["all", "last"])
+def test_replacements_that_overflow_raise(where, small_model):
+    model, tokens = small_model("llama"), torch.tensor([[7, 3, 41]])
+    for scale in (1e30, 1e60):
+        wide = torch.tensor(scale, dtype=torch.float64)
+        given = Replacement(lambda x, wide=wide: x * wide, Site("ffn_in", 1), Site("ffn_out", 1), where)
+        with patched(model, [given]), pytest.raises(InputError, match="overflow"):
+            model(tokens)
+        big = linear(jump_part(1, 2))
+        big = Replacement.from_map(dataclasses.replace(big, weight=big.weight.double() * scale), where=where)
+        with pytest.raises(InputError), patched(model, [big]):
+            model(tokens)
 
 
 # Refused
