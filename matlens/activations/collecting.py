@@ -16,7 +16,7 @@ from matlens import parallel
 from matlens.activations.activations import HOLDS, Activations, Positions, Rows
 from matlens.arithmetic import own_precision
 from matlens.data.examples import Batch, Examples
-from matlens.data.readers import check_own_tokens, reads_whole
+from matlens.data.readers import batch_groups, check_own_tokens, reads_whole
 from matlens.errors import InputError, PositiveInt, checked
 from matlens.io.artifact import Artifact
 from matlens.io.rows import Column, writing_rows
@@ -71,11 +71,12 @@ def collect(
     batch_tokens = batch_tokens or default_batch_tokens(model)
     columns = _columns(layout, folder, requested)
     provenance = provenance_of(model, layout, examples, positions, columns)
+    whole = positions == "all" or reads_whole(model, examples)
     request = {
         "provenance": provenance.to_json(),
         "hook_run": hook_run(model),
         "batch_tokens": batch_tokens,
-        "read": "sentence" if positions == "all" or reads_whole(model) else "sentence up to its position",
+        "read": "sentence" if whole else "sentence up to its position",
     }
     batches = _Batches(model, examples, positions, batch_tokens)
     hooks = {str(site): layout.hook(site) for site in requested}
@@ -165,8 +166,9 @@ class _Batches:
         self, model: TransformerBridge, examples: Examples, positions: Positions, batch_tokens: int
     ) -> None:
         self._examples = examples.at_positions(positions)
-        self._read = self._examples if reads_whole(model) else self._examples.up_to_positions()
-        self._sentences = self._read.batch_indices(batch_tokens)
+        whole = reads_whole(model, self._examples)
+        self._read = self._examples if whole else self._examples.up_to_positions()
+        self._sentences = self._read.batch_indices(batch_tokens, batch_groups(model, self._read))
 
     @property
     def counts(self) -> list[int]:

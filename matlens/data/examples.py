@@ -232,21 +232,30 @@ class Examples:
         number = starts[:-1][index][row] + within
         return row, self.positions[number], number
 
-    def batches(self, max_tokens: PositiveInt) -> Iterator[Batch]:
+    def batches(
+        self, max_tokens: PositiveInt, groups: Int[np.ndarray, " n"] | None = None
+    ) -> Iterator[Batch]:
         """Batches of sentences of similar length, the longest first, so that memory runs out early.
 
-        A batch has at most ``max_tokens`` tokens including padding, and at least one sentence.
+        A batch has at most ``max_tokens`` tokens including padding, and at least one sentence. Sentences of
+        different ``groups`` never share a batch (`matlens.data.readers.batch_groups`).
         """
-        return (self.batch(index) for index in self.batch_indices(max_tokens))
+        return (self.batch(index) for index in self.batch_indices(max_tokens, groups))
 
-    def batch_indices(self, max_tokens: PositiveInt) -> list[np.ndarray]:
+    def batch_indices(
+        self, max_tokens: PositiveInt, groups: Int[np.ndarray, " n"] | None = None
+    ) -> list[np.ndarray]:
         """Indices of the sentences of each of the `batches`."""
-        order = np.argsort(-self.lengths, kind="stable")
-        indices, start = [], 0
-        while start < len(order):
-            count = max(max_tokens // int(self.lengths[order[start]]), 1)
-            indices.append(order[start : start + count])
-            start += count
+        groups = np.zeros(len(self), dtype=np.int64) if groups is None else groups
+        order = np.lexsort((-self.lengths, -groups))  # stable, the last key sorts first
+        changes = np.flatnonzero(np.diff(groups[order])) + 1
+        indices = []
+        for of_group in np.split(order, changes):
+            start = 0
+            while start < len(of_group):
+                count = max(max_tokens // int(self.lengths[of_group[start]]), 1)
+                indices.append(of_group[start : start + count])
+                start += count
         return indices
 
     def batch(self, index: Int[np.ndarray, " batch"]) -> Batch:

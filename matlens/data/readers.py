@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from jaxtyping import Int
 
 from matlens.data.examples import TOKENIZATION, Examples
 from matlens.errors import InputError
+from matlens.models.families.rotary import length_groups
 from matlens.models.identity import check_raw
 from matlens.models.inputs import ENCODER, is_visual, stack_of
 from matlens.models.tokens import check_tokenizer, token_policy
@@ -21,9 +23,25 @@ def is_masked(model: TransformerBridge) -> bool:
     return model.cfg.attention_dir == "bidirectional"
 
 
-def reads_whole(model: TransformerBridge) -> bool:
-    """Whether vectors depend on tokens after their position: not in decoders."""
-    return is_masked(model) or stack_of(model) == ENCODER or is_visual(model)
+def reads_whole(model: TransformerBridge, examples: Examples) -> bool:
+    """True if vectors depend on tokens after their position, as in encoders, or on the sentence's length."""
+    if is_masked(model) or stack_of(model) == ENCODER or is_visual(model):
+        return True
+    shortest, longest = length_groups(model, np.array([1, int(examples.lengths.max())]))
+    return bool(shortest != longest)
+
+
+def batch_groups(model: TransformerBridge, examples: Examples) -> Int[np.ndarray, " n"]:
+    """A number per sentence; only sentences with the same number can share a batch.
+
+    Where rotary frequencies depend on the length of the input, a sentence in a batch with a longer one would
+    have other vectors than alone.
+    """
+    groups = length_groups(model, examples.lengths)
+    if examples.has_sources:
+        of_sources = length_groups(model, np.diff(examples.source_offsets))
+        groups = groups * (of_sources.max(initial=0) + 1) + of_sources
+    return groups
 
 
 def mask_token(model: TransformerBridge) -> int | None:

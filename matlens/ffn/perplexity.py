@@ -15,7 +15,7 @@ from torch import Tensor
 from matlens.data.corpus import Corpus
 from matlens.data.examples import Batch, Examples
 from matlens.data.making import make_examples
-from matlens.data.readers import check_decoder, check_own_tokens
+from matlens.data.readers import batch_groups, check_decoder, check_own_tokens
 from matlens.errors import InputError, PositiveInt, checked, warn
 from matlens.metrics import Estimate
 from matlens.numerics import check_finite, in_float64, log_softmax
@@ -65,7 +65,7 @@ def text_losses(
     if not n_tokens.any():
         raise InputError("examples must have a text of at least two tokens, got none.")
     with Bar(total=len(examples), desc="perplexity", unit="text", disable=not progress) as bar:
-        for batch in examples.batches(batch_tokens):
+        for batch in examples.batches(batch_tokens, batch_groups(model, examples)):
             total[batch.index] = _losses(model, batch).cpu().numpy()
             bar.update(len(batch.index))
     return TextLosses(total, n_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from typing import Any
 
@@ -12,6 +12,14 @@ from matlens.errors import InputError
 from matlens.io.bounds import LAYERS
 from matlens.models.registry import families
 
+# Texts at which pre-tokenizers and normalizers differ.
+_PROBES = (
+    "a", "Hello world", " a leading space", "  two  spaces ", "don't I'LL we've", "1 12 1234567 3.14 1,000",
+    "tabs\tand\nnew\n\nlines \r\n", "naïve cafe\u0301 ﬁ Ⅸ Å", "camelCase snake_case CAPS", "Привет γεια",
+    "日本語の文 한국어", "مرحبا नमस्ते", "🙂 — “quotes”…", "x=[(1+2)*3]//4; #!@$%^&",
+)  # fmt: skip
+_SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+_WORDS = 200  # of the vocabulary, in one more text
 _READERS = ("gguf", "torch", "transformers", "tokenizers")
 
 
@@ -63,6 +71,126 @@ def check_supported(name: str, config: Any, stack: str | None = None) -> None:
     layers = getattr(formats.get_effective_text_config(config), "num_hidden_layers", None)
     if isinstance(layers, int):
         LAYERS.check(layers, f"The model {name!r}")
+
+
+def read_tokenizer(folder: str, **options: Any) -> Any:
+    """The tokenizer of a model's ``tokenizer.json``, or else of its SentencePiece or slow files.
+
+    transformers may put the class of the model's type in place of the file's pre-tokenizer, normalizer and
+    special tokens. Tokens that ``tokenizer_config.json`` adds are kept.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+    revision = options.get("revision")
+    file = _tokenizer_file(folder, revision=revision)
+    if file is None:
+        return _like_sentencepiece(folder, AutoTokenizer.from_pretrained(folder, **options), options)
+    texts, vocabulary = _probes(file), file.get_vocab()
+    # A class that is declared decides about BOS and EOS.
+    with_ends = "tokenizer_class" not in get_tokenizer_config(folder, revision=revision)
+    try:
+        ours = AutoTokenizer.from_pretrained(folder, **options)
+        same = _encode(ours, texts, with_ends) == _encode(file, texts, with_ends)
+    except Exception:  # the class of the model's type can also fail on the file's vocabulary
+        return PreTrainedTokenizerFast.from_pretrained(folder, **options)
+    if type(ours) is PreTrainedTokenizerFast or (same and not {*ours.get_vocab()} - {*vocabulary}):
+        return ours
+    plain = PreTrainedTokenizerFast.from_pretrained(folder, **options)
+    if same and ours.get_vocab() == plain.get_vocab():
+        return ours
+    if _encode(plain, texts) != _encode(file, texts):
+        if _encode(plain, texts) == _encode(ours, texts):
+            return ours  # both follow tokenizer_config.json
+        raise InputError(
+            f"The tokenizer of {folder!r} must encode texts as its tokenizer.json does, got other tokens "
+            f"from {type(ours).__name__}. Correct its tokenizer_config.json."
+        )
+    for name, token in ours.special_tokens_map.items():
+        if isinstance(token, str) and token in vocabulary and getattr(plain, name) is None:
+            setattr(plain, name, token)
+    return plain
+
+
+def check_tokenizer_file(tokenizer: Any) -> None:
+    """Raise InputError for a tokenizer that transformers made unlike the ``tokenizer.json`` next to it."""
+    from transformers import PreTrainedTokenizerFast
+
+    name = getattr(tokenizer, "name_or_path", "")
+    file = _tokenizer_file(name, local_files_only=True) if name else None
+    if file is None or type(tokenizer) is PreTrainedTokenizerFast:
+        return
+    texts = _probes(file)
+    if _encode(tokenizer, texts) != _encode(file, texts):
+        plain = PreTrainedTokenizerFast.from_pretrained(name, local_files_only=True)
+        if _encode(plain, texts) != _encode(tokenizer, texts):
+            raise InputError(
+                f"The tokenizer must encode texts as {name}/tokenizer.json does, got other tokens from "
+                f"{type(tokenizer).__name__}. Use matlens.load, or wrap(bridge, tokenizer="
+                f"transformers.PreTrainedTokenizerFast.from_pretrained({name!r}))."
+            )
+
+
+def _like_sentencepiece(folder: str, tokenizer: Any, options: dict[str, Any]) -> Any:
+    """The tokenizer if it reads words as the SentencePiece model does, or else one that does."""
+    from sentencepiece import SentencePieceProcessor
+    from transformers import LlamaTokenizer, PreTrainedTokenizerFast
+
+    paths = (_file_path(folder, name, revision=options.get("revision")) for name in _SENTENCEPIECE)
+    path = next((path for path in paths if path is not None), None)
+    if path is None:
+        return tokenizer
+    model = SentencePieceProcessor()
+    try:
+        model.Load(path)
+    except RuntimeError:  # a tiktoken file of the same name
+        return tokenizer
+    size = model.GetPieceSize()
+    plain = [i for i in range(size) if not (model.IsControl(i) or model.IsByte(i) or model.IsUnknown(i))]
+    text = " ".join(model.DecodeIds(plain[:: max(1, len(plain) // _WORDS)]).split())
+    expected = model.EncodeAsPieces(text)
+    for kind in (type(tokenizer), LlamaTokenizer, PreTrainedTokenizerFast):
+        ours = tokenizer if kind is type(tokenizer) else kind.from_pretrained(folder, **options)
+        if ours.convert_ids_to_tokens(ours.encode(text, add_special_tokens=False)) == expected:
+            return ours
+    raise InputError(
+        f"The tokenizer of {folder!r} must read words as {path} does, got other tokens from "
+        f"{type(tokenizer).__name__}. Save its tokenizer.json there."
+    )
+
+
+def _tokenizer_file(folder: str, **options: Any) -> Any | None:
+    """The tokenizer that a model's ``tokenizer.json`` describes, without padding and truncation."""
+    from tokenizers import Tokenizer
+
+    path = _file_path(folder, "tokenizer.json", **options)
+    if path is None:
+        return None
+    file = Tokenizer.from_file(path)
+    file.no_padding()
+    file.no_truncation()
+    return file
+
+
+def _file_path(folder: str, name: str, **options: Any) -> str | None:
+    """Where a file of a model is, None if it has none."""
+    from transformers.utils import cached_file
+
+    with suppress(OSError):  # a folder that is no longer there, or the name of no model
+        path: str | None = cached_file(folder, name, _raise_exceptions_for_missing_entries=False, **options)
+        return path
+    return None
+
+
+def _probes(file: Any) -> list[str]:
+    """Texts in several scripts, and one of words of the vocabulary."""
+    size = file.get_vocab_size()
+    return [*_PROBES, file.decode(list(range(0, size, max(1, size // _WORDS))))]
+
+
+def _encode(tokenizer: Any, texts: list[str], with_ends: bool = False) -> list[list[int]]:
+    ids = [tokenizer.encode(text, add_special_tokens=with_ends) for text in texts]
+    return [getattr(encoding, "ids", encoding) for encoding in ids]
 
 
 def check_vocabulary(tokenizer: Any, name: str) -> Any:

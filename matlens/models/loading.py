@@ -14,10 +14,12 @@ from matlens.errors import InputError, Tokenizer, checked
 from matlens.models.checkpoints import (
     CompleteModel,
     check_supported,
+    check_tokenizer_file,
     check_vocabulary,
     modality,
     naming,
     read_configuration,
+    read_tokenizer,
 )
 from matlens.models.identity import check_raw
 from matlens.models.inputs import Stack, choose_stack, stack_of
@@ -64,7 +66,6 @@ def load(
     folder, file, commit = locate(name, revision)
     name, device = os.fspath(name), choose_device(device)
     from transformer_lens.model_bridge import TransformerBridge
-    from transformers import AutoTokenizer
 
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": commit}
     tokenizer: Any = None
@@ -79,9 +80,7 @@ def load(
             config = read_configuration(folder, trust_remote_code=trust_remote_code, revision=commit)
             check_supported(name, config, stack)
             if modality(config) != "vision":
-                tokenizer = AutoTokenizer.from_pretrained(
-                    folder, trust_remote_code=trust_remote_code, revision=commit
-                )
+                tokenizer = read_tokenizer(folder, trust_remote_code=trust_remote_code, revision=commit)
                 check_vocabulary(tokenizer, name)
         else:
             read = ask(Family.read_file, Path(folder, file), dtype)
@@ -169,8 +168,10 @@ def wrap(
         bridge.tokenizer = configure_tokenizer(own, bridge.cfg)
         bridge.cfg.d_vocab, bridge.cfg.d_vocab_out = d_vocab, d_vocab_out
         _set_policy(bridge, tokenizer)
-    elif prepend_bos is not None:
-        _set_bos(bridge, prepend_bos)
+    else:
+        check_tokenizer_file(bridge.tokenizer)
+        if prepend_bos is not None:
+            _set_bos(bridge, prepend_bos)
     check_finite_weights(bridge)
     return bridge
 

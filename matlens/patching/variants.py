@@ -14,7 +14,7 @@ from torch import Tensor
 
 from matlens.activations.collecting import check_unchanged, default_batch_tokens
 from matlens.data.examples import Batch, Examples
-from matlens.data.readers import check_own_tokens, reads_whole
+from matlens.data.readers import batch_groups, check_own_tokens, reads_whole
 from matlens.errors import InputError, PositiveInt, checked
 from matlens.io.rows import Column, writing_rows
 from matlens.models.hooks import EndOfPass, hook_run, reading
@@ -71,10 +71,10 @@ def run_variants(
         name: _resolve_variant(model, provenance.identity, examples, name, variant)
         for name, variant in variants.items()
     }
-    read = examples if reads_whole(model) else examples.up_to_positions()
+    read = examples if reads_whole(model, examples) else examples.up_to_positions()
     budget = batch_tokens or default_batch_tokens(model)
 
-    sentences = read.batch_indices(budget)
+    sentences = read.batch_indices(budget, batch_groups(model, read))
     counts = np.bincount(examples.sentences, minlength=len(examples))
     request = {
         "provenance": provenance.to_json(),

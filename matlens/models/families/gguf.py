@@ -13,6 +13,7 @@ import torch
 from matlens.io.cache import default_cache, file_states
 from matlens.io.files import print_to_stderr
 from matlens.models.checkpoints import check_complete, check_supported, check_vocabulary, software
+from matlens.models.gguf_keys import apply_keys, check_tensors
 from matlens.models.places import GGUF
 from matlens.models.registry import Family, register
 from matlens.models.weights import tensor_digest
@@ -21,6 +22,7 @@ MODEL = "model"
 """Name of the cache entries of models."""
 # Settings about a model's origin, not its content.
 _ORIGIN = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+_READING = 2  # what is applied of a file; a new number makes stored models invalid
 _TEXTS = ("a", " The naïve café, 1,000  times\n", "don't Привет 日本語 🙂 <|endoftext|></s>")
 
 
@@ -63,20 +65,23 @@ def read_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
 
 def gguf_key(path: Path) -> dict[str, Any]:
     """Cache key of a GGUF file: the file, and the libraries that read it."""
-    return {"file": file_states([path]), "software": software()}
+    return {"file": file_states([path]), "software": software(), "reading": _READING}
 
 
 def _dequantize(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     # In a folder of its own, where no other model's configuration or tokenizer comes before the file's.
     with tempfile.TemporaryDirectory() as alone:
         Path(alone, path.name).symlink_to(path.resolve())
         tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=path.name)
+        config = AutoConfig.from_pretrained(alone, gguf_file=path.name)
+        apply_keys(config, path)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            alone, gguf_file=path.name, dtype=dtype, output_loading_info=True
+            alone, gguf_file=path.name, config=config, dtype=dtype, output_loading_info=True
         )
     model = check_complete(str(path), *loaded)
+    check_tensors(model, path)
     model.hf_quantizer = None  # its weights are plain by now
     vars(model.config).pop("quantization_config", None)
     # transformers does not always record the class, and the bridge does not support every class.
