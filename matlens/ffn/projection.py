@@ -139,6 +139,9 @@ class Projection:
         self._check_weights()
         return self._inputs(vectors) @ self.unembedding.T
 
+    def _tokens_of(self, words: Sequence[str]) -> list[int]:
+        return word_tokens(self.tokenizer, words, len(self.unembedding))
+
     def _check_weights(self) -> None:
         if self.weights is not None:
             self.weights.check()
@@ -220,7 +223,7 @@ class Projection:
         """
         n = check_int(n, "n", min=1, max=len(values))
         self.check_same(values.identity)
-        embedding = self.unembedding[word_tokens(self.tokenizer, words)].mean(0)
+        embedding = self.unembedding[self._tokens_of(words)].mean(0)
         score_and_lift = torch.stack([embedding, embedding - self.unembedding.mean(0)])
         words_alone = Projection(score_and_lift, self.tokenizer, self.norm)
         layers = _layers(values, "scoring", progress)
@@ -241,7 +244,7 @@ class Projection:
                 f"tokens must have a row for each of {len(values)} value vectors, got {len(tokens.ids)}. Use "
                 "top_of_all."
             )
-        hits = torch.isin(tokens.ids, torch.tensor(word_tokens(self.tokenizer, words)))
+        hits = torch.isin(tokens.ids, torch.tensor(self._tokens_of(words)))
         rows = hits.any(1).nonzero()[:, 0]
         first = hits[rows].int().argmax(1)
         table = values.name_columns(rows.tolist()).assign(

@@ -31,6 +31,8 @@ from matlens.numerics import find_device
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
+_WRAPPED = "_original_component"  # what TransformerLens calls the module in a component
+
 
 @checked
 def load(
@@ -179,12 +181,45 @@ def wrap(
 
 
 def _repair(model: TransformerBridge) -> None:
-    """Add the hooks that families ask for."""
+    """Remove bridges around modules that the model does not have, and add the hooks that families ask for."""
+    _drop_absent(model)
     for module, hook, after in missing_repairs(model):
         if after:
             module.register_forward_hook(hook)
         else:
             module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _drop_absent(model: Any) -> None:
+    """Take away components around None: TransformerLens wraps them too, and then the model calls them.
+
+    Examples are the rotary embedding of a Granite 4.0-H without RoPE and the final norm of OPT-350m.
+    """
+    inner = model.original_model
+    owners = [*model.modules(), *inner.modules()]
+    absent = {id(part) for part in owners if part._modules.get(_WRAPPED, part) is None}
+    if not absent:
+        return
+    for owner in owners:
+        for name, part in list(owner._modules.items()):
+            if id(part) not in absent:
+                continue
+            if type(owner).__module__.startswith("transformer_lens."):
+                del owner._modules[name]
+                getattr(owner, "submodules", {}).pop(name, None)
+            else:
+                owner._modules[name] = None
+    points = {id(point) for part in owners if id(part) in absent for point in part.modules()}
+    for name in [name for name, point in model._hook_registry.items() if id(point) in points]:
+        del model._hook_registry[name]
+    mapping = model.adapter.component_mapping
+    for name in [name for name, part in mapping.items() if id(part) in absent]:
+        del mapping[name]
+        model.real_components.pop(name, None)
+    if not hasattr(model, "rotary_emb") and model.cfg.positional_embedding_type == "rotary":
+        for block in model.blocks:
+            if hasattr(block, "attn"):
+                block.attn.rope_optional = True  # it warns otherwise
 
 
 def _set_bos(bridge: TransformerBridge, prepend_bos: bool) -> None:
