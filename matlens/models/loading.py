@@ -23,6 +23,7 @@ from matlens.models.checkpoints import (
 from matlens.models.identity import check_raw
 from matlens.models.inputs import Stack, choose_stack, stack_of
 from matlens.models.places import EXPECTED, SMOLLM2, locate
+from matlens.models.probing import Probe, check_pass
 from matlens.models.registry import Family, ask, family_adapters, missing_repairs
 from matlens.models.tokens import check_tokenizer, encode_text
 from matlens.models.weights import check_finite_weights
@@ -45,6 +46,8 @@ def load(
     stack: Stack | None = None,
 ) -> TransformerBridge:
     """Load a model as a `TransformerBridge` in eval mode, with its own tokenizer and BOS.
+
+    A pass over a few tokens must give the logits of the model before it was wrapped.
 
     Parameters
     ----------
@@ -71,6 +74,7 @@ def load(
 
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": commit}
     tokenizer: Any = None
+    probes: list[Probe] = []
     problem = (
         f"The model {name!r} could not be loaded from {folder}. Expected a complete model that "
         "TransformerLens 4 supports; code that it brings is run only with --trust-remote-code "
@@ -78,7 +82,9 @@ def load(
     )
     with naming(problem), family_adapters():
         if file is None:
-            options["model_class"] = CompleteModel
+            options["model_class"] = CompleteModel(
+                device, lambda plain: probes.append(Probe.from_plain(plain))
+            )
             config = read_configuration(folder, trust_remote_code=trust_remote_code, revision=commit)
             check_supported(name, config, stack)
             if modality(config) != "vision":
@@ -93,6 +99,7 @@ def load(
             tokenizer, hf_model = read
             check_supported(name, hf_model.config, stack)
             options = {"hf_model": hf_model.to(device).eval()}
+            probes.append(Probe.from_plain(hf_model))
         model = TransformerBridge.boot_transformers(
             folder, tokenizer=tokenizer and _protected_copy(tokenizer), device=device, dtype=dtype, **options
         )
@@ -105,6 +112,7 @@ def load(
     check_finite_weights(model)
     _repair(model.eval())
     remember_plain(model)
+    check_pass(model, probes[0])
     return model
 
 
@@ -177,6 +185,7 @@ def wrap(
         _set_bos(bridge, prepend_bos)
     check_finite_weights(bridge)
     remember_plain(bridge)
+    check_pass(bridge, Probe.of_inputs(bridge.original_model))
     return bridge
 
 
