@@ -71,7 +71,8 @@ def run_variants(
         name: _resolve_variant(model, identity, examples, name, variant) for name, variant in variants.items()
     }
     read = examples if reads_whole(model) else examples.up_to_positions()
-    budget = batch_tokens or default_batch_tokens(model)
+    width, longest = len(variants) * layout.d_model, int(examples.lengths.max())
+    budget = batch_tokens or default_batch_tokens(model, width, longest=longest, folder=folder)
 
     sentences = read.batch_indices(budget)
     counts = np.bincount(examples.sentences, minlength=len(examples))
