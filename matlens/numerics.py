@@ -49,6 +49,7 @@ def check_float64_device(device: Any) -> torch.device:
 def all_finite(x: Tensor) -> bool:
     """Whether no value is NaN or infinite."""
     # A sum is not finite if a term is not, and is quicker than looking at each. It may overflow itself.
+    x = x.to(torch.bfloat16) if x.is_floating_point() and x.element_size() == 1 else x  # FP8 has no sums
     return bool(x.sum().isfinite()) or bool(x.isfinite().all())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,8 @@ from matlens.activations.activations import HOLDS, Activations, Positions, Rows
 from matlens.arithmetic import own_precision
 from matlens.data.examples import Batch, Examples
 from matlens.data.readers import batch_groups, check_own_tokens, reads_whole
-from matlens.errors import InputError, PositiveInt, checked
-from matlens.io.artifact import Artifact
+from matlens.errors import InputError, NonNegativeInt, PositiveInt, checked
+from matlens.io.artifact import CONFIG, Artifact
 from matlens.io.rows import Column, writing_rows
 from matlens.models.hooks import EndOfPass, active_hooks, describe_hooks, hook_run, reading
 from matlens.models.identity import Provenance, check_raw
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 _CPU_TOKENS, _GPU_TOKENS = 2048, 32768  # padded tokens of a batch; more no longer helps
+_FEWEST_TOKENS = 256  # on a GPU with hardly any free memory
 
 
 @checked
@@ -68,8 +70,10 @@ def collect(
     _check_arguments(model, examples)
     layout = ModelLayout.from_model(model)
     requested = _resolve_sites(layout, layout.stream if sites is None else sites)
-    batch_tokens = batch_tokens or default_batch_tokens(model)
     columns = _columns(layout, folder, requested)
+    batch_tokens = batch_tokens or default_batch_tokens(
+        model, sum(map(layout.width, requested)), longest=int(examples.lengths.max()), folder=folder
+    )
     provenance = provenance_of(model, layout, examples, positions, columns)
     whole = positions == "all" or reads_whole(model, examples)
     request = {
@@ -142,12 +146,18 @@ def stream(
     """
     _check_arguments(model, examples)
     layout = ModelLayout.from_model(model)
-    hooks = {str(site): layout.hook(site) for site in _resolve_sites(layout, sites)}
+    requested = _resolve_sites(layout, sites)
+    hooks = {str(site): layout.hook(site) for site in requested}
     provenance = provenance_of(model, layout, examples, positions, hooks)
-    batches = _Batches(model, examples, positions, batch_tokens or default_batch_tokens(model))
+    several = divided and parallel.world_size() > 1
+    if batch_tokens is None:
+        width, longest = sum(map(layout.width, requested)), int(examples.lengths.max())
+        batch_tokens = default_batch_tokens(model, width, longest=longest)
+        if several:  # the same batches in all
+            batch_tokens = int(parallel.broadcast(batch_tokens, "choosing the size of batches"))
+    batches = _Batches(model, examples, positions, batch_tokens)
     if batch_indices is None:
         batch_indices = range(len(batches.counts))
-    several = divided and parallel.world_size() > 1
     own = batch_indices[parallel.rank() :: parallel.world_size()] if several else batch_indices
     return _stream(model, batches, own, hooks, progress, provenance, divided=several)
 
@@ -245,9 +255,44 @@ def _resolve_sites(layout: ModelLayout, sites: Any) -> list[Site]:
 
 
 @checked
-def default_batch_tokens(model: TransformerBridge) -> int:
-    """Tokens of a batch that suit the device the model is on."""
-    return _CPU_TOKENS if torch.device(model.cfg.device).type == "cpu" else _GPU_TOKENS
+def default_batch_tokens(
+    model: TransformerBridge,
+    width: NonNegativeInt = 0,
+    *,
+    longest: PositiveInt = 1,
+    folder: str | Path | None = None,
+    free: NonNegativeInt | None = None,
+) -> int:
+    """Tokens of a batch that suit the model's device: on a GPU, those that half of the free memory holds.
+
+    Parameters
+    ----------
+    width
+        Values that are kept for each token, of all sites together.
+    longest
+        Tokens of the longest sentence, whose attention scores take memory.
+    folder
+        Of an interrupted run, whose batches are kept.
+    free
+        Free bytes on the device, by default asked of CUDA.
+    """
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        if folder is not None:
+            return int(json.loads(Path(folder, CONFIG).read_text("utf-8"))["request"]["batch_tokens"])
+    device, config = torch.device(model.cfg.device), model.cfg
+    if free is None:
+        if device.type == "cpu":
+            return _CPU_TOKENS
+        if device.type != "cuda":
+            return _GPU_TOKENS
+        reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + reusable
+    of_block = 8 * config.d_model + 4 * (config.d_mlp or 0)  # values of a block in a pass
+    of_attention = 3 * longest * max(config.n_heads or 0, 0)  # scores, mask added, softmax in float32
+    each = 4 * (width + of_attention) + config.dtype.itemsize * of_block
+    fitting = free // 2 // each
+    # A power of two, so that a little more or less free memory gives the same batches.
+    return min(max(1 << max(fitting.bit_length() - 1, 0), _FEWEST_TOKENS), _GPU_TOKENS)
 
 
 class _Reader:
@@ -286,18 +331,7 @@ class _Reader:
             )
         vectors = {site: self._seen[name] for site, name in self._hooks.items()}
         self._seen = {}  # only the caller keeps the batch in memory now
-        if any(of_site.device.type != "cpu" for of_site in vectors.values()):
-            vectors = _to_cpu(vectors)
+        vectors = {site: of_site.cpu() for site, of_site in vectors.items()}
         for site, of_site in vectors.items():
             check_finite(of_site, site)
         return vectors
-
-
-def _to_cpu(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same vectors by one transfer from their device, if it is one."""
-    if len({of_site.device for of_site in vectors.values()}) > 1:
-        return {site: of_site.cpu() for site, of_site in vectors.items()}
-    flat = torch.cat([of_site.reshape(-1) for of_site in vectors.values()]).cpu()
-    parts = flat.split([of_site.numel() for of_site in vectors.values()])
-    # Copies: a view would keep the whole batch in memory.
-    return {site: part.view_as(vectors[site]).clone() for site, part in zip(vectors, parts, strict=True)}

@@ -143,6 +143,9 @@ class Projection:
         """Score of every token for each vector."""
         return self._inputs(vectors) @ self.unembedding.T
 
+    def _tokens_of(self, words: str | Sequence[str]) -> list[int]:
+        return word_tokens(self.tokenizer, _as_list(words), len(self.unembedding))
+
     def _inputs(self, vectors: Tensor) -> Tensor:
         check_vectors(vectors, self.unembedding.shape[1])
         inputs = vectors.to(self.unembedding.device, torch.float32)
@@ -246,7 +249,7 @@ class Projection:
         The lift is how far the score lies above the mean score of all tokens: a number added to all scores
         changes no probability. Each word is a single token.
         """
-        ids = word_tokens(self.tokenizer, _as_list(words))
+        ids = self._tokens_of(words)
         embedding = self.unembedding[ids].mean(0)
         return replace(self, unembedding=torch.stack([embedding, embedding - self.unembedding.mean(0)]))
 
@@ -277,7 +280,7 @@ class Projection:
                 f"tokens must have a row for each of {len(values)} value vectors, got {len(tokens.ids)}. Use "
                 "top_of_all."
             )
-        hits = torch.isin(tokens.ids, torch.tensor(word_tokens(self.tokenizer, _as_list(words))))
+        hits = torch.isin(tokens.ids, torch.tensor(self._tokens_of(words)))
         rows = hits.any(1).nonzero()[:, 0]
         first = hits[rows].int().argmax(1)
         table = values.name_columns(rows.tolist()).assign(

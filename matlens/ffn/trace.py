@@ -118,7 +118,9 @@ class Trace:
             folder is opened without running anything.
         """
         reader = _BatchReader(model, examples, k, seed)
-        size = batch_tokens or default_batch_tokens(model)
+        layout = ModelLayout.from_model(model)
+        width, longest = sum(map(layout.width, reader.sites)), int(examples.lengths.max())
+        size = batch_tokens or default_batch_tokens(model, width, longest=longest, folder=folder)
         origin = Provenance.from_model(
             model, data=examples.provenance, examples=examples.fingerprint, details={"k": k, "seed": seed}
         )

@@ -112,7 +112,8 @@ def word_tokens(model: TransformerBridge, spellings: Iterable[str]) -> list[int]
     }
     encoded = (tokenizer.encode(form, add_special_tokens=False) for form in sorted(forms))
     unknown = getattr(tokenizer, "unk_token_id", None)
-    return sorted({tokens[0] for tokens in encoded if len(tokens) == 1 and tokens[0] != unknown})
+    single = {tokens[0] for tokens in encoded if len(tokens) == 1} - {unknown}
+    return sorted(token for token in single if token < model.cfg.d_vocab)
 
 
 @checked

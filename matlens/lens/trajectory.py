@@ -277,7 +277,7 @@ def tokens_of_interest(final: Int[Tensor, "n k"], tokens: Int[Tensor, " n"], pla
 def token_number(readout: Readout, token: str | int) -> int:
     """The number of a token, given as such or as a word of one token."""
     if isinstance(token, str):
-        return word_token(readout.tokenizer, token)
+        return word_token(readout.tokenizer, token, readout.d_vocab)
     return check_int(token, "token", min=0, max=readout.d_vocab - 1)
 
 

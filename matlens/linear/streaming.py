@@ -158,13 +158,17 @@ def stream_least_squares(
     own = examples
     if of > 1:
         own = examples.select(np.arange(number - 1, len(examples), of), part=f"{number}/{of}")
+    if batch_tokens is None:
+        longest, width = int(examples.lengths.max()), sum(widths.values())
+        batch_tokens = default_batch_tokens(model, width, longest=longest, folder=folder)
+        batch_tokens = int(parallel.broadcast(batch_tokens, "choosing the size of batches"))
     request: dict[str, Any] = {
         "provenance": provenance.to_json(),
         "pairs": requested,
         "widths": widths,
         "part": [number, of],
         "n_samples": own.at_positions(positions).n_positions,
-        "batch_tokens": batch_tokens or default_batch_tokens(model),
+        "batch_tokens": batch_tokens,
     }
     parallel.check_same([request, str(folder)], "streaming into least squares")
     with Artifact.writing(folder, HOLDS, request) as artifact:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from typing import Any
+
+import torch
 
 from matlens.errors import InputError
 from matlens.io.bounds import LAYERS
@@ -204,13 +206,20 @@ def check_vocabulary(tokenizer: Any, name: str) -> Any:
 
 
 class CompleteModel:
-    """In place of the class that the bridge loads: refuses missing tensors, which would be initialized."""
+    """In place of the class that the bridge loads: refuses missing tensors, which would be initialized.
 
-    @staticmethod
-    def from_pretrained(name: str, *, config: Any, **options: Any) -> Any:
+    ``then`` gets the model on its device before it is wrapped.
+    """
+
+    def __init__(self, device: torch.device, then: Callable[[Any], Any]) -> None:
+        self._device, self._then = device, then
+
+    def from_pretrained(self, name: str, *, config: Any, **options: Any) -> Any:
         """The model of a folder or of the hub, with every tensor out of its checkpoint."""
         loaded = auto_class(config).from_pretrained(name, config=config, output_loading_info=True, **options)
-        return check_complete(name, *loaded)
+        model = check_complete(name, *loaded).to(self._device).eval()
+        self._then(model)
+        return model
 
 
 def auto_class(config: Any) -> Any:

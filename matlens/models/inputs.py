@@ -72,7 +72,11 @@ def is_visual(model: Any) -> bool:
 
 def image_shape(model: Any) -> tuple[int, int, int]:
     """Channels, height and width of the images that a model reads."""
-    config = model.original_model.config
+    return configured_image_shape(model.original_model.config)
+
+
+def configured_image_shape(config: Any) -> tuple[int, int, int]:
+    """`image_shape` from a model's configuration."""
     size = config.image_size
     height, width = size if isinstance(size, list | tuple) else (size, size)
     return int(config.num_channels), int(height), int(width)

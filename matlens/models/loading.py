@@ -24,6 +24,7 @@ from matlens.models.checkpoints import (
 from matlens.models.identity import check_raw
 from matlens.models.inputs import Stack, choose_stack, stack_of
 from matlens.models.places import EXPECTED, SMOLLM2, locate
+from matlens.models.probing import Probe, check_pass
 from matlens.models.registry import Family, ask, family_adapters, missing_repairs
 from matlens.models.tokens import check_tokenizer, encode_text
 from matlens.models.weights import check_finite_weights
@@ -31,6 +32,8 @@ from matlens.numerics import find_device
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
+
+_WRAPPED = "_original_component"  # what TransformerLens calls the module in a component
 
 
 @checked
@@ -44,6 +47,8 @@ def load(
     stack: Stack | None = None,
 ) -> TransformerBridge:
     """Load a model as a `TransformerBridge` in eval mode, with its own tokenizer and BOS.
+
+    A pass over a few tokens must give the logits of the model before it was wrapped.
 
     Parameters
     ----------
@@ -69,6 +74,7 @@ def load(
 
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": commit}
     tokenizer: Any = None
+    probes: list[Probe] = []
     problem = (
         f"The model {name!r} could not be loaded from {folder}. Expected a complete model that "
         "TransformerLens 4 supports; code that it brings is run only with --trust-remote-code "
@@ -76,7 +82,9 @@ def load(
     )
     with naming(problem), family_adapters():
         if file is None:
-            options["model_class"] = CompleteModel
+            options["model_class"] = CompleteModel(
+                device, lambda plain: probes.append(Probe.from_plain(plain))
+            )
             config = read_configuration(folder, trust_remote_code=trust_remote_code, revision=commit)
             check_supported(name, config, stack)
             if modality(config) != "vision":
@@ -89,6 +97,7 @@ def load(
             tokenizer, hf_model = read
             check_supported(name, hf_model.config, stack)
             options = {"hf_model": hf_model.to(device).eval()}
+            probes.append(Probe.from_plain(hf_model))
         model = TransformerBridge.boot_transformers(
             folder, tokenizer=tokenizer and _protected_copy(tokenizer), device=device, dtype=dtype, **options
         )
@@ -100,6 +109,7 @@ def load(
         _set_policy(model, tokenizer)
     check_finite_weights(model)
     _repair(model.eval())
+    check_pass(model, probes[0])
     return model
 
 
@@ -173,16 +183,50 @@ def wrap(
         if prepend_bos is not None:
             _set_bos(bridge, prepend_bos)
     check_finite_weights(bridge)
+    check_pass(bridge, Probe.of_inputs(bridge.original_model))
     return bridge
 
 
 def _repair(model: TransformerBridge) -> None:
-    """Add the hooks that families ask for."""
+    """Remove bridges around modules that the model does not have, and add the hooks that families ask for."""
+    _drop_absent(model)
     for module, hook, after in missing_repairs(model):
         if after:
             module.register_forward_hook(hook)
         else:
             module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _drop_absent(model: Any) -> None:
+    """Take away components around None: TransformerLens wraps them too, and then the model calls them.
+
+    Examples are the rotary embedding of a Granite 4.0-H without RoPE and the final norm of OPT-350m.
+    """
+    inner = model.original_model
+    owners = [*model.modules(), *inner.modules()]
+    absent = {id(part) for part in owners if part._modules.get(_WRAPPED, part) is None}
+    if not absent:
+        return
+    for owner in owners:
+        for name, part in list(owner._modules.items()):
+            if id(part) not in absent:
+                continue
+            if type(owner).__module__.startswith("transformer_lens."):
+                del owner._modules[name]
+                getattr(owner, "submodules", {}).pop(name, None)
+            else:
+                owner._modules[name] = None
+    points = {id(point) for part in owners if id(part) in absent for point in part.modules()}
+    for name in [name for name, point in model._hook_registry.items() if id(point) in points]:
+        del model._hook_registry[name]
+    mapping = model.adapter.component_mapping
+    for name in [name for name, part in mapping.items() if id(part) in absent]:
+        del mapping[name]
+        model.real_components.pop(name, None)
+    if not hasattr(model, "rotary_emb") and model.cfg.positional_embedding_type == "rotary":
+        for block in model.blocks:
+            if hasattr(block, "attn"):
+                block.attn.rope_optional = True  # it warns otherwise
 
 
 def _set_bos(bridge: TransformerBridge, prepend_bos: bool) -> None:

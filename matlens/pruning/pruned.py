@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from matlens.data.examples import Examples
 from matlens.data.readers import check_decoder, check_own_tokens
 from matlens.errors import Between, InputError, NonNegative, Seed, checked, short
+from matlens.models.checkpoints import naming
 from matlens.models.hooks import describe_hooks
 from matlens.models.identity import Provenance
 from matlens.pruning.choosing import (
@@ -276,7 +277,8 @@ def build(layout: Layout, blocks: Iterable[int], matrices: dict[int, Matrix]) ->
     original, removed = layout.model, set(blocks)
     remaining = [index for index in range(len(layout.blocks)) if index not in removed]
     config = cut_config(original.config, remaining)
-    with torch.random.fork_rng(devices=[]):
+    problem = f"{type(original).__name__} must run without the blocks {sorted(removed)}, and does not."
+    with naming(problem), torch.random.fork_rng(devices=[]):
         pruned = type(original)(config).to(original.device, original.dtype)
     names = {f"{layout.path}.{index}.": f"{layout.path}.{place}." for place, index in enumerate(remaining)}
     lost = tuple(f"{layout.path}.{index}." for index in removed)
@@ -298,9 +300,11 @@ def build(layout: Layout, blocks: Iterable[int], matrices: dict[int, Matrix]) ->
     for name, buffer in of_pruned(dict(original.named_buffers())).items():
         place, _, last = name.rpartition(".")
         module = pruned.get_submodule(place)
-        module._buffers[last] = buffer.to(module.get_buffer(last).device, copy=True)
+        if last in module._buffers:  # rotary frequencies of a kind of block that has gone are not there
+            module._buffers[last] = buffer.to(module.get_buffer(last).device, copy=True)
     pruned_layout = replace(layout, model=pruned.eval())
-    _check_moved_alike(layout, pruned_layout, remaining)
+    with naming(problem):
+        _check_moved_alike(layout, pruned_layout, remaining)
     for index, matrix in matrices.items():
         pruned_layout.write(pruned_layout.blocks[remaining.index(index)], matrix.weight, matrix.bias)
     pruned.generation_config = copy.deepcopy(original.generation_config)
@@ -310,8 +314,6 @@ def build(layout: Layout, blocks: Iterable[int], matrices: dict[int, Matrix]) ->
 def _check_moved_alike(original: Layout, pruned: Layout, remaining: Sequence[int]) -> None:
     """Check on a few tokens that blocks compute the same at their new index."""
     moved = [(place, index) for place, index in enumerate(remaining) if place != index]
-    if not moved:
-        return
     before, after = Streams.tried(original), Streams.tried(pruned)
     for place, index in moved:
         h = before.h[index]
@@ -329,37 +331,53 @@ def _of_its_place(model: Any, how: str = "blocks differ in their shapes") -> Inp
 
 
 _PER_LAYER = (  # settings of transformers with one entry per block
-    "layer_types", "mlp_layer_types", "layers_block_type", "attention_layers", "no_rope_layers",
-    "layer_rope_theta", "kv_sharing_modes", "indexer_types", "sliding_windows", "swiglu_limits",
-    "swiglu_limits_shared", "activation_sparsity_pattern", "num_attention_heads_per_layer",
+    "layer_types", "mlp_layer_types", "layers_block_type", "block_types", "attention_layers",
+    "no_rope_layers", "layer_rope_theta", "kv_sharing_modes", "indexer_types", "sliding_windows",
+    "swiglu_limits", "swiglu_limits_shared", "activation_sparsity_pattern", "num_attention_heads_per_layer",
     "num_key_value_heads_per_layer", "intermediate_size", "attention_window",
 )  # fmt: skip
+_FIRST = ("first_k_dense_replace", "num_dense_layers")  # how many blocks at the start are of another kind
+_LAST = ("num_kv_shared_layers",)  # and at the end
 
 
 def cut_config(config: Any, remaining: Sequence[int]) -> Any:
-    """A configuration for the remaining blocks."""
+    """A configuration for the remaining blocks, in which each is what it was."""
     cut = copy.deepcopy(config)
     text = cut.get_text_config()
-    lists = {
-        key: [value[index] for index in remaining]
-        for key in _PER_LAYER
-        if isinstance(value := getattr(text, key, None), list | tuple)
-        and len(value) == text.num_hidden_layers
-        and not isinstance(getattr(type(text), key, None), property)
-    }
+    n_layers = text.num_hidden_layers
+    settings: dict[str, Any] = {}
+    for key in _PER_LAYER:
+        value = getattr(text, key, None)
+        if key == "block_types" and value:  # of RecurrentGemma, repeated for all blocks
+            value = (list(value) * n_layers)[:n_layers]
+        if isinstance(value, list | tuple) and len(value) == n_layers:
+            settings[key] = [value[index] for index in remaining]
+    counts = {key: getattr(text, key, None) for key in (*_FIRST, *_LAST)}
+    for key, count in counts.items():
+        if type(count) is int:
+            start = 0 if key in _FIRST else n_layers - count
+            settings[key] = sum(start <= index < start + count for index in remaining)
     text.num_hidden_layers = len(remaining)
-    for key, value in lists.items():
-        setattr(text, key, value)
-    if "attention_layers" in lists and hasattr(text, "attention_types"):
-        text.attention_types = [[lists["attention_layers"], 1]]  # GPT-Neo's files hold these alone
+    for key, value in settings.items():
+        # What transformers derives from other settings is compared below.
+        if not isinstance(getattr(type(text), text.attribute_map.get(key, key), None), property):
+            setattr(text, key, value)
+    if "attention_layers" in settings and hasattr(text, "attention_types"):
+        text.attention_types = [[settings["attention_layers"], 1]]  # GPT-Neo's files hold these alone
     try:
         again = type(cut).from_dict(cut.to_dict()).get_text_config()
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise InputError(
             f"The configuration of {type(cut).__name__} without some blocks is not valid: {short(error)}."
         ) from error
-    if any(list(getattr(again, key)) != value for key, value in lists.items()):
+    lost = [
+        key
+        for key, value in settings.items()
+        if (list(saved) if isinstance(saved := getattr(again, key), list | tuple) else saved) != value
+    ]
+    if lost:
         raise InputError(
-            f"The settings {', '.join(lists)} of {type(cut).__name__} cannot be saved unchanged."
+            f"The blocks to remove must leave a configuration that {type(cut).__name__} can express, got one "
+            f"whose {', '.join(lost)} would change. Remove other blocks."
         )
     return cut

@@ -52,7 +52,7 @@ def test_top_ids_and_ranks_are_those_of_all_logits(name, screened, small_model, 
 
 @pytest.mark.parametrize("name", ["gemma2", "granite", "cohere"])
 def test_a_readout_without_scaling_or_cap_is_refused(name, small_model, monkeypatch):
-    monkeypatch.setattr(readout, "_scaling", lambda model: (1.0, None))
+    monkeypatch.setattr(readout, "_scalings", lambda model: [(1.0, None)])
     with pytest.raises(InputError, match="do not give the model's own logits"):
         Readout(small_model(name))
 
