@@ -14,7 +14,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from matlens.activations.collecting import collect
-from matlens.data.making import make_prompts
+from matlens.data.making import Prompt, choose_prompt, make_prompts, prompt_text
 from matlens.errors import PositiveInt, checked
 from matlens.ffn.projection import Projection
 from matlens.ffn.updates import DOMINANT, Updates
@@ -26,7 +26,7 @@ from matlens.linear.mapsets import HOLDS as MAPS
 from matlens.linear.mapsets import MapSet
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import COEFFICIENTS, FFN_OUT, STREAM, Site
-from matlens.models.tokens import visible
+from matlens.models.tokens import Messages, visible
 from matlens.parallel import Bar
 from matlens.plots.pages import PromptPage, UpdateCells
 
@@ -46,9 +46,10 @@ _MIN_FOLLOWED, _MAX_FOLLOWED = 6, 64
 @checked
 def explore(
     model: TransformerBridge,
-    prompt: str,
+    prompt: Prompt | None = None,
     lenses: Iterable[Lens | MapSet] = (),
     *,
+    messages: Messages | None = None,
     pins: Sequence[str | int] = (),
     dominant: PositiveInt = DOMINANT,
     read: Literal["plain", "head"] = "plain",
@@ -59,10 +60,13 @@ def explore(
     Parameters
     ----------
     prompt
-        A text; for masked-LM models with one mask in it.
+        A text, or token ids that are read as they are; for masked-LM models with one mask in it.
     lenses
         Lenses next to ``id``, which is always included, such as ``Lens.fit(...).values()``; of a set of maps
         those to the last layer.
+    messages
+        In place of a prompt, a conversation such as ``[{"role": "user", "content": "Hello"}]``, read through
+        the tokenizer's chat template up to where the model answers.
     pins
         Tokens to follow through all cells: words of one token, or ids. By default the model's prediction.
     dominant
@@ -70,13 +74,14 @@ def explore(
     read
         How value vectors are read: ``E v`` as in paper B, or through the linear parts of the model's head.
     """
+    given = choose_prompt(prompt, messages)
     logit_lens = Lens.identity(model)
     named = _named([logit_lens, *(_sharing(logit_lens, lens) for lens in lenses)])
     named["id"] = named.pop("id")  # a page opens on the first
     readout, last = logit_lens.on_readout, logit_lens.n_layers
     k = min(_BEST, readout.d_vocab)
     asked = [token_number(readout, pin) for pin in pins]
-    examples = make_prompts(model, [prompt])
+    examples = make_prompts(model, [given])
     layers = sorted(set.intersection(*(set(lens.layers) for lens in named.values())) | {last})
     has_values = COEFFICIENTS in ModelLayout.from_model(model).kinds
     values = ValueVectors(model) if has_values else None
@@ -102,7 +107,8 @@ def explore(
     texts = texts_of(readout.tokenizer, shown if updates is None else [*shown, updates.promoted])
     notes = [_READ[read], *([_WITHOUT_MAP] if len(layers) <= last else [])]
     return PromptPage(
-        activations.provenance.identity.name, visible(prompt), tokens.numpy(), layers, cells,
+        activations.provenance.identity.name, visible(prompt_text(model, given, examples.tokens)),
+        tokens.numpy(), layers, cells,
         followed.numpy(), texts, updates, list(dict.fromkeys(asked)) or final[place, :2].tolist(), notes,
     )  # fmt: skip
 

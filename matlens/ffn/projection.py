@@ -220,7 +220,9 @@ class Projection:
         """
         n = check_int(n, "n", min=1, max=len(values))
         self.check_same(values.identity)
-        embedding = self.unembedding[word_tokens(self.tokenizer, words)].mean(0)
+        embedding = self.unembedding[word_tokens(self.tokenizer, words, n_tokens=len(self.unembedding))].mean(
+            0
+        )
         score_and_lift = torch.stack([embedding, embedding - self.unembedding.mean(0)])
         words_alone = Projection(score_and_lift, self.tokenizer, self.norm)
         layers = _layers(values, "scoring", progress)
@@ -241,7 +243,9 @@ class Projection:
                 f"tokens must have a row for each of {len(values)} value vectors, got {len(tokens.ids)}. Use "
                 "top_of_all."
             )
-        hits = torch.isin(tokens.ids, torch.tensor(word_tokens(self.tokenizer, words)))
+        hits = torch.isin(
+            tokens.ids, torch.tensor(word_tokens(self.tokenizer, words, n_tokens=len(self.unembedding)))
+        )
         rows = hits.any(1).nonzero()[:, 0]
         first = hits[rows].int().argmax(1)
         table = values.name_columns(rows.tolist()).assign(
