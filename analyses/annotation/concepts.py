@@ -79,7 +79,7 @@ def read_concept_sample(path: Path) -> pd.DataFrame:
     """Read a sample of `draw_concept_sample` from CSV."""
     return read_table(
         path, SAMPLE_COLUMNS, what="the key to the sheets",
-        made_by="Expected the --out folder of the run that wrote the sheets.", lineterminator="\n",
+        made_by="Expected the --out folder of the run that wrote the sheets.",
     )  # fmt: skip
 
 

@@ -59,7 +59,6 @@ def read_predictions(path: str | Path) -> pd.DataFrame:
     """Read a table of `top_predictions`; the token ``nan`` is read as text."""
     return read_table(
         path, COLUMNS, what="a table of predictions", made_by="The analysis 'plausibility' writes it.",
-        lineterminator="\n",
     )  # fmt: skip
 
 

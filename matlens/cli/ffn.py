@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from matlens.cli.options import LinkageChoice, ModelOptions, ReadOptions, command
+from matlens.cli.options import LinkageChoice, ModelOptions, ReadOptions, as_prompt, command
 from matlens.cli.printing import print_frame, print_line, top_texts
 from matlens.errors import InputError, NonNegative, PositiveInt
 
@@ -150,6 +150,7 @@ def update(
     layer: list[int] | None = None,
     position: int | None = None,
     dominant: PositiveInt = 10,
+    chat: bool = False,
 ) -> None:
     """Show the dominant sub-updates of the FFNs for a prompt and the tokens they promote.
 
@@ -170,7 +171,7 @@ def update(
 
     bridge = model.load()
     projection = Catalogue(bridge).projection(reading.read)
-    examples = make_prompts(bridge, [prompt])
+    examples = make_prompts(bridge, [as_prompt(prompt, chat=chat)])
     if position is not None:
         length = len(examples.tokens)
         if not -length <= position < length:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from matlens.cli.options import CorpusOptions, Layers, ModelOptions, command
+from matlens.cli.options import CorpusOptions, Layers, ModelOptions, as_prompt, command
 from matlens.cli.printing import print_figures, print_frame, print_line, print_members, print_table
 from matlens.cli.starting import on_main
 from matlens.errors import Between, PositiveInt, Seed
@@ -150,7 +150,14 @@ def report(
 
 
 @command(app)
-def show(prompt: str, /, model: ModelOptions, lens: str = "id", last: PositiveInt | None = None) -> None:
+def show(
+    prompt: str,
+    /,
+    model: ModelOptions,
+    lens: str = "id",
+    last: PositiveInt | None = None,
+    chat: bool = False,
+) -> None:
     """Show what every layer predicts after each token of a prompt.
 
     Parameters
@@ -160,7 +167,7 @@ def show(prompt: str, /, model: ModelOptions, lens: str = "id", last: PositiveIn
     """
     from matlens.models.tokens import visible
 
-    trajectory = _lens(model, lens).trajectory(prompt, k=1)
+    trajectory = _lens(model, lens).trajectory(as_prompt(prompt, chat=chat), k=1)
     best = trajectory.top_tokens()
     first = 0 if last is None else max(0, len(trajectory.tokens) - last)
     rows = [
@@ -180,6 +187,7 @@ def trajectory(
     plot: Path | None = None,
     csv: Path | None = None,
     color: Literal["probability", "kl", "rank", "entropy"] = "probability",
+    chat: bool = False,
 ) -> None:
     """Print the prediction after the prompt at each layer, and plot all tokens and layers.
 
@@ -196,7 +204,7 @@ def trajectory(
     """
     from matlens.models.tokens import visible
 
-    read = _lens(model, lens).trajectory(prompt)
+    read = _lens(model, lens).trajectory(as_prompt(prompt, chat=chat))
     words = list(token or ())
     place = read.place
     last = read.to_dataframe().query("position == @place").drop(columns=["position", "token", "predicted_id"])

@@ -41,6 +41,7 @@ SHARED = {
     "folder": "The --out folder of 'matlens collect' or 'matlens run'.",
     "layers": "Layers with a comma between, by default all.",
     "prompt": "A text; for masked-LM models with one mask in it.",
+    "chat": "Read the prompt as a user's message, through the tokenizer's chat template.",
     "names": "Value vectors, such as L3D12.",
     "words": "Words of one token each; write a leading space as ␣ or in quotes.",
     "limit": "Show no more value vectors than this.",
@@ -52,6 +53,11 @@ SHARED = {
 """Help of shared options."""
 TRAIN, VAL = 3000, 1000
 """Default sentences, for minutes of work; the paper has 9,000 and 3,000."""
+
+
+def as_prompt(text: str, *, chat: bool) -> str | list[dict[str, str]]:
+    """A prompt, or with ``chat`` a conversation of one message."""
+    return [{"role": "user", "content": text}] if chat else text
 
 
 def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

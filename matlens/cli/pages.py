@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from matlens.cli import ffn
-from matlens.cli.options import ModelOptions, command
+from matlens.cli.options import ModelOptions, as_prompt, command
 from matlens.cli.printing import print_line
 from matlens.errors import Between, NonNegativeInt, PositiveInt
 
@@ -27,6 +27,7 @@ def explore(
     pin: list[str] | None = None,
     dominant: PositiveInt = 10,
     read: Literal["plain", "head"] = "plain",
+    chat: bool = False,
 ) -> None:
     """Write an HTML page that shows a prompt layer by layer and works offline.
 
@@ -48,7 +49,8 @@ def explore(
     from matlens.explorer.exploration import load_lens
 
     lenses = [load_lens(folder) for folder in lens or []]
-    page = explore_prompt(model.load(), prompt, lenses, pins=pin or [], dominant=dominant, read=read)
+    given = as_prompt(prompt, chat=chat)
+    page = explore_prompt(model.load(), given, lenses, pins=pin or [], dominant=dominant, read=read)
     path = page.save(out)
     print_line(f"{path}: {len(page.tokens)} tokens, {len(page.layers)} layers, {path.stat().st_size:,} bytes")
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 TOKENIZATION = "tokenization"  # the key of the token policy in a provenance
+VOCABULARY = "vocabulary"  # of given token ids, the key of the digest of the tokenizer's vocabulary
 LAST = "last token"
 ARRAYS = ("tokens", "offsets", "positions", "sentences")  # what is stored with vectors
 OTHERS = ("source_tokens", "source_offsets", "images", "targets")  # stored if they are not empty

@@ -6,28 +6,38 @@ A sampled position depends on the seed and its sentence alone, not on the corpus
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import numpy as np
-from jaxtyping import Float
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from matlens.data.corpus import Corpus, as_corpus
 from matlens.data.examples import LAST, TOKENIZATION, Examples, end_to_end
-from matlens.data.readers import check_decoder, check_readable, context_length, is_masked, mask_token
+from matlens.data.readers import check_decoder, check_readable, check_tokens, context_length, mask_token
 from matlens.data.texts import open_text
 from matlens.data.token_examples import with_sources
-from matlens.errors import Between, InputError, PositiveInt, Seed, check_int, checked, short
+from matlens.errors import Between, InputError, PositiveInt, Seed, check_int, checked, short, warn
 from matlens.models.inputs import DECODER, image_shape, is_visual, n_image_positions, stack_of
-from matlens.models.tokens import check_tokenizer, encode_text, token_policy, warn_of_unknown
+from matlens.models.tokens import (
+    Messages,
+    TextTokens,
+    TokenId,
+    encode_messages,
+    encode_text,
+    token_policy,
+    warn_of_unknown,
+)
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
 MASKED = 0.15  # of a sentence's tokens, as BERT is trained
+Prompt = str | Sequence[TokenId] | Int[Tensor, "..."] | Int[np.ndarray, "..."] | Messages
 
 
 @checked
@@ -35,6 +45,8 @@ def make_examples(
     model: TransformerBridge, corpus: Corpus | Sequence[str], *, seed: Seed = 0, sample_special: bool = True
 ) -> Examples:
     """Tokenize a corpus with the model's tokenizer and sample a position in each sentence.
+
+    Sentences longer than the context are cut there, with a warning.
 
     Parameters
     ----------
@@ -59,6 +71,7 @@ def make_examples(
     too_long = [s for s, encoding in enumerate(encoded) if len(encoding.ids) > n_ctx]
     for s in too_long:
         encoded[s] = encode_text(model, corpus.sentences[s], longest=n_ctx)
+    _warn_of_cut(len(too_long), corpus, n_ctx)
     warn_of_unknown(model, corpus.sentences, encoded)
     positions = np.array(
         [
@@ -81,6 +94,11 @@ def make_examples(
         "n_truncated": len(too_long),
     }
     return end_to_end(ids, positions, provenance)
+
+
+def _warn_of_cut(n: int, corpus: Corpus, longest: int) -> None:
+    if n:
+        warn(f"{n:,} of {len(corpus):,} sentences of {corpus.name} are cut after {longest:,} tokens.")
 
 
 @checked
@@ -133,32 +151,66 @@ def _sample_position(text: str, added: list[bool], seed: int, sample_special: bo
 
 
 @checked
-def make_prompts(model: TransformerBridge, prompts: Corpus | Sequence[str]) -> Examples:
+def make_prompts(model: TransformerBridge, prompts: Corpus | Sequence[Prompt]) -> Examples:
     """Tokenize prompts, with the position of their prediction.
 
-    In a decoder that is the last token; in a masked-LM model the mask, of which a prompt has exactly one.
+    A prompt is a text, or token ids that are read as they are, or the messages of a conversation, which the
+    tokenizer's chat template turns into tokens up to where the model answers. The position is the last token
+    in a decoder; in a masked-LM model the mask, of which a prompt has exactly one.
     """
-    texts = as_corpus(prompts).sentences
+    given = prompts.sentences if isinstance(prompts, Corpus) else list(prompts)
     check_readable(model)
-    tokenizer, n_ctx = check_tokenizer(model), context_length(model)
-    encoded = [encode_text(model, text) for text in texts]
-    warn_of_unknown(model, texts, encoded)
+    mask, n_ctx = mask_token(model), context_length(model)
+    encoded = [encode_prompt(model, prompt) for prompt in given]
+    texts = [(text, tokens) for text, tokens in zip(given, encoded, strict=True) if isinstance(text, str)]
+    if texts:
+        warn_of_unknown(model, *zip(*texts, strict=True))
     ids = [np.asarray(tokens.ids, dtype=np.int64) for tokens in encoded]
     positions = []
-    for text, tokens, (_, added) in zip(texts, ids, encoded, strict=True):
+    for prompt, tokens, (_, added) in zip(given, ids, encoded, strict=True):
         if len(tokens) > n_ctx:
             raise InputError(f"A prompt must have at most {n_ctx} tokens, got {len(tokens)}.")
-        places = np.flatnonzero(tokens == tokenizer.mask_token_id)
-        if not is_masked(model):  # an end-of-text token that the tokenizer adds is not the prompt's last
+        places = np.flatnonzero(tokens == mask)
+        if mask is None:  # an end-of-text token that the tokenizer adds is not the prompt's last
             places = np.flatnonzero(~np.asarray(added, dtype=bool))[-1:]
         if len(places) != 1:
-            expected = f"exactly one {tokenizer.mask_token}" if is_masked(model) else "at least one token"
-            raise InputError(f"A prompt must have {expected}, got {short(text)}.")
+            expected = "at least one token" if mask is None else f"exactly one {model.tokenizer.mask_token}"
+            raise InputError(f"A prompt must have {expected}, got {short(prompt)}.")
         positions.append(int(places[0]))
     if not ids:
         raise InputError("prompts must have at least one text, got none.")
     provenance = {"corpus": "prompts", TOKENIZATION: token_policy(model).digest, "n": len(ids)}
     return end_to_end(ids, np.array(positions), provenance)
+
+
+def encode_prompt(model: TransformerBridge, prompt: Prompt) -> TextTokens:
+    """Tokens of a prompt, see `make_prompts`."""
+    if isinstance(prompt, str):
+        return encode_text(model, prompt)
+    if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+        return encode_messages(model, cast(Messages, prompt))
+    ids = torch.as_tensor(prompt).cpu().numpy()
+    if ids.ndim == 2 and len(ids) == 1:  # as model.to_tokens returns them
+        ids = ids[0]
+    if ids.ndim != 1:
+        raise InputError(f"Token ids of a prompt must be one row, got {short(prompt)}.")
+    check_tokens(model, ids, "a prompt")
+    return TextTokens(ids.tolist(), [False] * len(ids))
+
+
+def choose_prompt(prompt: Prompt | None, messages: Messages | None) -> Prompt:
+    """The one of two arguments that is given."""
+    chosen = prompt if messages is None else messages
+    if chosen is None or (prompt is not None and messages is not None):
+        raise InputError("Give either a prompt, a text or token ids, or messages.")
+    return chosen
+
+
+def prompt_text(model: TransformerBridge, prompt: Prompt, tokens: Int[np.ndarray, " n"]) -> str:
+    """The text of a prompt in titles; ``tokens`` are the tokens of it."""
+    if isinstance(prompt, str):
+        return prompt
+    return f"{len(tokens)} token ids" if model.tokenizer is None else str(model.tokenizer.decode(tokens))
 
 
 @checked
@@ -267,8 +319,11 @@ def _masked_sentences(
 ) -> Examples:
     generator, longest = np.random.default_rng(seed), min(size, context_length(model))
     ids, positions, targets = [], [], []
+    n_cut = 0
     for text in corpus.sentences[:max_sentences]:
-        encoded = encode_text(model, text, longest=longest)
+        encoded = encode_text(model, text)
+        if len(encoded.ids) > longest:
+            encoded, n_cut = encode_text(model, text, longest=longest), n_cut + 1
         tokens = np.asarray(encoded.ids, dtype=np.int64)
         free = np.flatnonzero(~np.asarray(encoded.added, dtype=bool))
         if len(free):
@@ -280,6 +335,7 @@ def _masked_sentences(
             positions.append(chosen)
     if not ids:
         raise InputError(f"{corpus.name} must have tokens to mask, got none.")
+    _warn_of_cut(n_cut, corpus, longest)
     provenance = {
         "corpus": corpus.name, "corpus_fingerprint": corpus.fingerprint, "seed": seed,
         "position": f"{MASKED:.0%} of a sentence's tokens", "masked": True,

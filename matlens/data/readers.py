@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Int
 
-from matlens.data.examples import TOKENIZATION, Examples
+from matlens.data.examples import TOKENIZATION, VOCABULARY, Examples
 from matlens.errors import InputError
 from matlens.models.families.rotary import length_groups
 from matlens.models.identity import check_raw
 from matlens.models.inputs import ENCODER, is_visual, stack_of
-from matlens.models.tokens import check_tokenizer, token_policy
+from matlens.models.tokens import check_tokenizer, token_policy, vocabulary_digest
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -59,8 +59,9 @@ def check_own_tokens(model: TransformerBridge, examples: Examples) -> None:
     if is_visual(model):
         return  # it reads images, see `Batch.inputs`
     check_tokens(model, examples.tokens, "the examples")
-    made = examples.provenance.get(TOKENIZATION)
-    if made is not None and made != token_policy(model).digest:
+    made, given = examples.provenance.get(TOKENIZATION), examples.provenance.get(VOCABULARY)
+    differs = made is not None and made != token_policy(model).digest
+    if differs or (given is not None and given != vocabulary_digest(model.tokenizer)):
         raise InputError(
             "The examples were made by another tokenizer or with another BOS than this model's "
             f"({token_policy(model).words}). Make them with this model."
@@ -103,4 +104,5 @@ def check_decoder(model: TransformerBridge, consequence: str) -> None:
 
 def context_length(model: TransformerBridge) -> int:
     """Maximum number of tokens of the model and its tokenizer."""
-    return int(min(model.cfg.n_ctx, check_tokenizer(model).model_max_length))
+    longest = model.cfg.n_ctx if model.tokenizer is None else model.tokenizer.model_max_length
+    return int(min(model.cfg.n_ctx, longest))

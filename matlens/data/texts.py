@@ -8,7 +8,7 @@ from __future__ import annotations
 import gzip
 import tarfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,9 @@ Lines = Iterator[tuple[int, str]]
 
 @contextmanager
 def open_text(path: Path) -> Iterator[tuple[str, Lines]]:
-    """The name of the text in a file, in lower case, and its lines, numbered from 1.
+    r"""The name of the text in a file, in lower case, and its lines, numbered from 1.
+
+    Lines end with ``\n``, ``\r\n`` or ``\r``, as for Python's ``open``, and are given with ``\n``.
 
     A compressed file is read to its end on leaving, so that its checksum is verified.
     """
@@ -39,17 +41,32 @@ def open_text(path: Path) -> Iterator[tuple[str, Lines]]:
             content: Any = gzip.GzipFile(fileobj=opened) if is_packed else opened
             file = _Metered(content, path)
             if name.endswith(ARCHIVE_SUFFIXES):
-                name, lines = LEIPZIG_NAME, _lines_of_tar(file, path)
+                name, pieces = LEIPZIG_NAME, _lines_of_tar(file, path)
             else:
-                lines = iter(partial(file.readline, LINE.limit + 1), b"")
-            yield name.removesuffix(".gz"), _decoded(lines, path)
+                pieces = iter(partial(file.readline, LINE.limit + 1), b"")
+            yield name.removesuffix(".gz"), _decoded(_universal(pieces), path)
             if is_packed:
-                for _ in lines:
+                for _ in pieces:
                     pass
     except InputError:
         raise
     except _DAMAGE as error:
         raise InputError(f"'{path}' cannot be read: {str(error) or type(error).__name__}.") from error
+
+
+def _universal(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Lines, each ending with a line feed but for the last, from pieces that may end within one."""
+    rest = b""
+    for piece in pieces:
+        *lines, rest = (rest + piece).splitlines(keepends=True)
+        if rest.endswith(b"\n"):
+            lines, rest = [*lines, rest], b""
+        for line in lines:
+            yield line.rstrip(b"\r\n") + b"\n"
+        if len(rest) > LINE.limit:
+            break
+    if rest:
+        yield rest.removesuffix(b"\r") + b"\n" if rest.endswith(b"\r") else rest
 
 
 def _decoded(lines: Iterator[bytes], path: Path) -> Lines:

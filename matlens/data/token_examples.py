@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from matlens.data.examples import LAST, Examples, end_to_end
+from matlens.data.examples import LAST, VOCABULARY, Examples, end_to_end
 from matlens.data.readers import check_readable, check_tokens, is_masked
 from matlens.errors import InputError, checked, short
 from matlens.models.inputs import DECODER, stack_of
+from matlens.models.tokens import vocabulary_digest
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -96,6 +97,7 @@ def make_token_examples(
         "given_as": "tokens",
         "position": kind,
         "masked": False,
+        VOCABULARY: vocabulary_digest(model.tokenizer),
         "n": len(ids),
         "n_positions": sum(counts),
     }

@@ -13,13 +13,14 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import GenerationConfig
 
+from matlens.data.making import Prompt, encode_prompt
 from matlens.data.readers import check_decoder
 from matlens.errors import InputError, PositiveInt, check_choice, checked, short
 from matlens.ffn.control import controlled
 from matlens.ffn.values import ValueName, ValueVector
 from matlens.linear.mapsets import MapSet
 from matlens.models.sites import STREAM, Site
-from matlens.models.tokens import encode_text, token_texts, visible
+from matlens.models.tokens import token_texts, visible
 from matlens.numerics import log_softmax
 from matlens.patching.contexts import patched
 from matlens.patching.replacements import Replacement, jump, mat_attn, mat_ffn, mat_ln1_ln2, norm_names
@@ -80,7 +81,7 @@ class Outcome:
 @checked
 def compare_changes(
     model: TransformerBridge,
-    prompt: str,
+    prompt: Prompt,
     changes: Sequence[Change],
     *,
     maps: Sequence[MapSet] = (),
@@ -88,7 +89,8 @@ def compare_changes(
 ) -> tuple[Outcome, Outcome]:
     """Outcomes of a prompt with the original and with the modified model.
 
-    ``maps`` are sets with maps to use in place of blocks and sub-modules, see `offered_maps`.
+    ``prompt`` is as in `matlens.make_prompts`. ``maps`` are sets with maps to use in place of blocks and
+    sub-modules, see `offered_maps`.
     """
     before = _outcome(model, prompt, n_tokens)
     with changed_model(model, changes, maps):
@@ -162,8 +164,8 @@ def _blocks(target: str, n: int) -> tuple[int, int]:
 
 
 @torch.inference_mode()
-def _outcome(model: TransformerBridge, prompt: str, n_tokens: int) -> Outcome:
-    ids = torch.tensor([encode_text(model, prompt).ids], device=model.cfg.device)
+def _outcome(model: TransformerBridge, prompt: Prompt, n_tokens: int) -> Outcome:
+    ids = torch.tensor([encode_prompt(model, prompt).ids], device=model.cfg.device)
     text = _continuation(model, ids, n_tokens)
     best = log_softmax(model(ids, return_type="logits")[0, -1].float()).exp().topk(_BEST)
     texts = map(visible, token_texts(model.tokenizer, best.indices.tolist()))
@@ -188,4 +190,6 @@ def _continuation(model: TransformerBridge, ids: Int[Tensor, "1 length"], n_toke
     new = model.original_model.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config
     )
-    return model.tokenizer.decode(new[0, length:])
+    text = str(model.tokenizer.decode(new[0, length:]))
+    (first,) = token_texts(model.tokenizer, new[0, length : length + 1])
+    return f" {text}" if first.startswith(" ") and not text.startswith(" ") else text  # dropped by decoders

@@ -14,7 +14,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from matlens.activations.collecting import collect
-from matlens.data.making import make_prompts
+from matlens.data.making import Prompt, choose_prompt, make_prompts, prompt_text
 from matlens.errors import PositiveInt, checked
 from matlens.ffn.projection import Projection
 from matlens.ffn.updates import DOMINANT, Updates
@@ -31,7 +31,7 @@ from matlens.linear.mapsets import HOLDS as MAPS
 from matlens.linear.mapsets import MapSet
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import COEFFICIENTS, FFN_OUT, STREAM, Site
-from matlens.models.tokens import visible
+from matlens.models.tokens import Messages, visible
 from matlens.parallel import Bar
 from matlens.patching.contexts import skipped_layers
 from matlens.plots.pages import LensCells, PromptPage, UpdateCells
@@ -53,10 +53,11 @@ _MIN_FOLLOWED, _MAX_FOLLOWED = 6, 64
 @checked
 def explore(
     model: TransformerBridge,
-    prompt: str,
+    prompt: Prompt | None = None,
     lenses: Iterable[Lens | MapSet] = (),
     *,
     changed: AbstractContextManager | None = None,
+    messages: Messages | None = None,
     pins: Sequence[str | int] = (),
     dominant: PositiveInt = DOMINANT,
     read: Literal["plain", "head"] = "plain",
@@ -70,13 +71,16 @@ def explore(
     Parameters
     ----------
     prompt
-        A text; for masked-LM models with one mask in it.
+        A text, or token ids that are read as they are; for masked-LM models with one mask in it.
     lenses
         Lenses next to ``id``, which is always included, such as ``Lens.fit(...).values()``; of a set of maps
         those to the last layer.
     changed
         A context such as `matlens.patched` or ``model.hooks``, in which the prompt is read a second time. The
         page shows both models, layer by layer.
+    messages
+        In place of a prompt, a conversation such as ``[{"role": "user", "content": "Hello"}]``, read through
+        the tokenizer's chat template up to where the model answers.
     pins
         Tokens to follow through all cells: words of one token, or ids. By default the model's prediction.
     dominant
@@ -88,13 +92,14 @@ def explore(
     --------
     >>> explore(model, "The weather today is", [lens], changed=matlens.patched(model, [steering]))
     """
+    given = choose_prompt(prompt, messages)
     logit_lens = Lens.identity(model)
     named = _named([logit_lens, *(_sharing(logit_lens, lens) for lens in lenses)])
     named["id"] = named.pop("id")  # a page opens on the first
     readout, last = logit_lens.on_readout, logit_lens.n_layers
     k = min(_BEST, readout.d_vocab)
     asked = [token_number(readout, pin) for pin in pins]
-    examples = make_prompts(model, [prompt])
+    examples = make_prompts(model, [given])
     skipped = skipped_layers(model)
     layers = sorted(set.intersection(*(set(lens.layers) for lens in named.values())) - skipped | {last})
     has_values = COEFFICIENTS in ModelLayout.from_model(model).kinds and not skipped
@@ -140,7 +145,8 @@ def explore(
     notes = [_READ[read], *([_WITHOUT_MAP] if len(layers) + len(skipped) <= last else [])]
     notes += [_SKIPPED] if skipped else []
     return PromptPage(
-        activations.provenance.identity.name, visible(prompt), tokens.numpy(), layers, cells,
+        activations.provenance.identity.name, visible(prompt_text(model, given, examples.tokens)),
+        tokens.numpy(), layers, cells,
         followed.numpy(), texts, updates, list(dict.fromkeys(asked or predicted)), notes,
         activations.provenance.modification, modified, modification,
     )  # fmt: skip

@@ -12,12 +12,13 @@ from jaxtyping import Float, Int
 from scipy import stats
 from torch import Tensor
 
-from matlens.data.corpus import Corpus
+from matlens.data.corpus import Corpus, as_corpus
 from matlens.data.examples import Batch, Examples
 from matlens.data.making import make_examples
-from matlens.data.readers import batch_groups, check_decoder, check_own_tokens
-from matlens.errors import InputError, PositiveInt, checked, warn
+from matlens.data.readers import batch_groups, check_decoder, check_own_tokens, context_length
+from matlens.errors import InputError, PositiveInt, checked, short, warn
 from matlens.metrics import Estimate
+from matlens.models.tokens import encode_text
 from matlens.numerics import check_finite, in_float64, log_softmax
 from matlens.parallel import Bar
 
@@ -56,10 +57,10 @@ def text_losses(
     """``-ln p(token | tokens before it)``, summed over each text but its first token.
 
     Inside `controlled` it is the changed model that reads. ``texts`` are windows of running text, see
-    `matlens.data.make_windows`, or separate texts.
+    `matlens.data.make_windows`, or separate texts, which must fit into the context.
     """
     check_decoder(model, "has no perplexity")
-    examples = texts if isinstance(texts, Examples) else make_examples(model, texts)
+    examples = texts if isinstance(texts, Examples) else _whole_texts(model, texts)
     check_own_tokens(model, examples)
     total, n_tokens = np.zeros(len(examples)), examples.lengths - 1
     if not n_tokens.any():
@@ -69,6 +70,17 @@ def text_losses(
             total[batch.index] = _losses(model, batch).cpu().numpy()
             bar.update(len(batch.index))
     return TextLosses(total, n_tokens)
+
+
+def _whole_texts(model: TransformerBridge, texts: Corpus | Sequence[str]) -> Examples:
+    n_ctx = context_length(model)
+    for text in as_corpus(texts).sentences:
+        if (n := len(encode_text(model, text).ids)) > n_ctx:
+            raise InputError(
+                f"A text must have at most {n_ctx:,} tokens, got {n:,} in {short(text)}. Split texts by "
+                "matlens.data.make_windows(model, texts)."
+            )
+    return make_examples(model, texts)
 
 
 def _losses(model: TransformerBridge, batch: Batch) -> Float[Tensor, " batch"]:

@@ -144,7 +144,7 @@ class Projection:
         return self._inputs(vectors) @ self.unembedding.T
 
     def _tokens_of(self, words: str | Sequence[str]) -> list[int]:
-        return word_tokens(self.tokenizer, _as_list(words), len(self.unembedding))
+        return word_tokens(self.tokenizer, _as_list(words), n_tokens=len(self.unembedding))
 
     def _inputs(self, vectors: Tensor) -> Tensor:
         check_vectors(vectors, self.unembedding.shape[1])

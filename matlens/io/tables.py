@@ -3,16 +3,16 @@
 A table has one row per value. ``low`` and ``high`` bound its 95% interval, if it has one. The JSON next to a
 table has its provenance and its hash.
 
-Tokens and sentences are foreign text, and a spreadsheet runs a cell that begins with a sign such as ``=`` as
-a formula. In a CSV file, such a cell has an apostrophe in front.
+Texts, such as tokens, are written as they are; `read_table` and ``pd.read_csv(path, dtype={"token": str},
+keep_default_na=False)`` read them back. A plain ``pd.read_csv(path)`` reads the tokens ``""``, ``NA``,
+``null`` and ``nan`` as missing, and a column of nothing but numbers such as ``007`` as numbers.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,6 @@ COLUMNS = (
 )  # fmt: skip
 TABLE = "table"
 """The key under which the JSON next to a table describes the CSV file."""
-# A sign after what a spreadsheet may skip: spaces, invisible characters, quotes. Or a control character.
-_FORMULA = re.compile(
-    r"[\s\x00-\x20\x7f-\xa0\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202f\u2060-\u206f\ufeff'\"`‘’“”«»;|]*+"
-    r"[=+\-@\uff1d\uff0b\uff0d\uff20\ufe62\ufe63\ufe66\ufe6b\u2212]|'*[\t\r\n]"
-)
 
 
 def result_row(
@@ -86,18 +81,21 @@ def read_table(
     missing = [column for column in types if column not in table]
     if missing:
         raise InputError(f"{path} must be {what}, but lacks the columns {', '.join(missing)}. {made_by}")
-    return _converted(table, original_cell)
+    return table
 
 
 def csv_text(table: pd.DataFrame, **options: Any) -> str:
-    """A table as CSV, with every digit and without cells that a spreadsheet would run.
+    """A table as CSV, with every digit; ``options`` are those of ``to_csv``.
 
     Missing values are ``nan``; other missing cells, such as intervals, are empty.
     """
     if "value" in table and table["value"].isna().any():
         value = table["value"].astype(object)
         table = table.assign(value=value.where(value.notna(), "nan"))
-    return str(_converted(table, escape_formula).to_csv(index=False, **options))
+    texts = [*table, *table.select_dtypes(exclude="number").to_numpy().ravel()]
+    # The csv module quotes a carriage return only if lines end with one.
+    ends = "\r\n" if any(isinstance(text, str) and "\r" in text for text in texts) else "\n"
+    return str(table.to_csv(index=False, **{"lineterminator": ends, **options}))
 
 
 def check_columns(table: pd.DataFrame, columns: Iterable[str], *, what: str) -> None:
@@ -148,25 +146,3 @@ def check_described(path: Path, content: bytes | None = None) -> bool:
 
 def _describe(name: str, content: bytes) -> dict[str, Any]:
     return {"file": name, "sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
-
-
-def escape_formula(text: str) -> str:
-    """A cell as written, with an apostrophe before what a spreadsheet would run as a formula."""
-    return f"'{text}" if _FORMULA.match(text) else text
-
-
-def original_cell(text: str) -> str:
-    """The text that `escape_formula` was given."""
-    return text[1:] if text.startswith("'") and _FORMULA.match(text[1:]) else text
-
-
-def _converted(table: pd.DataFrame, convert: Callable[[str], str]) -> pd.DataFrame:
-    """A table with all texts converted, column names included."""
-
-    def cell(value: Any) -> Any:
-        return convert(value) if isinstance(value, str) else value
-
-    converted = table.rename(columns=cell)
-    for column in converted.select_dtypes(exclude="number"):
-        converted[column] = converted[column].map(cell)
-    return converted

@@ -15,7 +15,7 @@ from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import collect
 from matlens.data.corpus import Corpus, as_corpus
 from matlens.data.examples import Examples
-from matlens.data.making import make_examples
+from matlens.data.making import Prompt, choose_prompt, make_examples
 from matlens.errors import InputError, PositiveInt, Seed, checked
 from matlens.io.repository import HubRepository
 from matlens.lens import files, trained
@@ -28,6 +28,7 @@ from matlens.linear.mapsets import MapSet
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.readout import Readout, check_vectors
 from matlens.models.sites import STREAM, Site
+from matlens.models.tokens import Messages
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -238,13 +239,29 @@ class Lens(LensMaps):
         provenance = self.provenance.on(ModelIdentity.from_model(model), ours="the lens", strict=strict)
         return replace(self, provenance=provenance, readout=Readout(model), model=model)
 
-    def trajectory(self, prompt: str, *, k: int = 5, layers: Sequence[Layer] | None = None) -> Trajectory:
+    def trajectory(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Messages | None = None,
+        k: int = 5,
+        layers: Sequence[Layer] | None = None,
+    ) -> Trajectory:
         """Predict at every token of a prompt and every layer, see `Trajectory`.
 
-        ``k`` tokens of each prediction, at all layers of the lens or some; the last one is always read. The
-        prompt of a masked-LM model has one mask in it.
+        Parameters
+        ----------
+        prompt
+            A text, or token ids that are read as they are; in a masked-LM model with one mask in it.
+        messages
+            In place of a prompt, a conversation such as ``[{"role": "user", "content": "Hello"}]``, read
+            through the tokenizer's chat template up to where the model answers.
+        k
+            Number of tokens of each prediction.
+        layers
+            Layers of the lens, by default all; the last one is always read.
         """
-        return read_trajectory(self, prompt, k=k, layers=layers)
+        return read_trajectory(self, choose_prompt(prompt, messages), k=k, layers=layers)
 
     def save(self, folder: str | Path) -> None:
         """Write a safetensors file for each layer, and ``config.json`` when all are there."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ from matlens.io.tables import result_row, result_table
 from matlens.lens.evaluation import KS
 from matlens.lens.lens import Lens
 from matlens.metrics import Estimate
-from matlens.models.tokens import check_tokenizer
+from matlens.models.tokens import check_tokenizer, word_token
 from matlens.parallel import Bar
 
 if TYPE_CHECKING:
@@ -110,10 +111,11 @@ def word_tokens(model: TransformerBridge, spellings: Iterable[str]) -> list[int]
         for form in (spelling, spelling.lower(), spelling.capitalize())
         for space in ("", " ")
     }
-    encoded = (tokenizer.encode(form, add_special_tokens=False) for form in sorted(forms))
-    unknown = getattr(tokenizer, "unk_token_id", None)
-    single = {tokens[0] for tokens in encoded if len(tokens) == 1} - {unknown}
-    return sorted(token for token in single if token < model.cfg.d_vocab)
+    tokens = set()
+    for form in forms:
+        with suppress(InputError):  # several tokens, or unknown
+            tokens.add(word_token(tokenizer, form, n_tokens=model.cfg.d_vocab))
+    return sorted(tokens)
 
 
 @checked

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from matlens.activations.collecting import collect
-from matlens.data.making import make_prompts
+from matlens.data.making import Prompt, make_prompts, prompt_text
 from matlens.errors import check_int, checked, short
 from matlens.models.identity import Provenance
 from matlens.models.readout import Readout
@@ -125,8 +125,8 @@ class Trajectory:
         return self.layers[-n_last] if n_last else None
 
     def _texts(self) -> dict[int, str]:
-        tokenizer = self.lens.on_readout.tokenizer
-        return {token: tokenizer.decode([token]) for token in self.top_ids.unique().tolist()}
+        ids = self.top_ids.unique().tolist()
+        return dict(zip(ids, token_texts(self.lens.on_readout.tokenizer, ids), strict=True))
 
     def to_html(self) -> str:
         """A standalone page for a browser; `explorer.explore` puts more into one."""
@@ -217,7 +217,7 @@ def _column(values: Tensor) -> np.ndarray:
 
 
 def read_trajectory(
-    lens: Any, prompt: str, *, k: int = 5, layers: Sequence[int | str | Site] | None = None
+    lens: Any, prompt: Prompt, *, k: int = 5, layers: Sequence[int | str | Site] | None = None
 ) -> Trajectory:
     """Read every layer at every token of a prompt; see `Lens.trajectory`."""
     check_int(k, "k", min=1, max=lens.on_readout.d_vocab)
@@ -234,8 +234,8 @@ def read_trajectory(
     )
     tokens = tuple(token_texts(lens.model.tokenizer, ids.tolist()))
     return Trajectory(
-        prompt, ids, tokens, tuple(wanted), top_ids, log_probs.exp(), entropy, kl, rank, lens,
-        activations.provenance, int(examples.positions[0]), vectors,
+        prompt_text(lens.model, prompt, examples.tokens), ids, tokens, tuple(wanted), top_ids,
+        log_probs.exp(), entropy, kl, rank, lens, activations.provenance, int(examples.positions[0]), vectors,
     )  # fmt: skip
 
 
@@ -277,7 +277,7 @@ def tokens_of_interest(final: Int[Tensor, "n k"], tokens: Int[Tensor, " n"], pla
 def token_number(readout: Readout, token: str | int) -> int:
     """The number of a token, given as such or as a word of one token."""
     if isinstance(token, str):
-        return word_token(readout.tokenizer, token, readout.d_vocab)
+        return word_token(readout.tokenizer, token, n_tokens=readout.d_vocab)
     return check_int(token, "token", min=0, max=readout.d_vocab - 1)
 
 

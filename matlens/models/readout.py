@@ -19,6 +19,7 @@ from matlens.models.inputs import ENCODER, probe_inputs, stack_of
 from matlens.models.layout import ModelLayout
 from matlens.models.registry import Family, ask
 from matlens.models.screening import Screen
+from matlens.models.tokens import token_texts
 from matlens.models.weights import float32_on
 from matlens.numerics import all_finite, check_finite, log_softmax
 
@@ -149,9 +150,7 @@ class Readout:
         """The ``k`` most probable tokens of ``delta(h)`` and their probabilities."""
         k = check_int(k, "k", min=1, max=self.d_vocab)
         probability, token = self.log_probs(h).exp().topk(k)
-        return [
-            (self.tokenizer.decode([t]), p) for t, p in zip(token.tolist(), probability.tolist(), strict=True)
-        ]
+        return list(zip(token_texts(self.tokenizer, token), probability.tolist(), strict=True))
 
     def _agrees_with(self, model: TransformerBridge) -> None:
         seen: list[Tensor] = []

@@ -26,7 +26,7 @@ from matlens.data.corpus import Corpus
 from matlens.data.examples import Examples
 from matlens.data.making import make_examples
 from matlens.data.readers import is_masked
-from matlens.errors import InputError, NonNegative, PositiveInt, Seed, checked, printable
+from matlens.errors import InputError, NonNegative, PositiveInt, Seed, checked
 from matlens.ffn.agglomeration import Linkage, method_within
 from matlens.ffn.clusters import Clusters
 from matlens.ffn.values import ValueVectors
@@ -155,10 +155,6 @@ class Study:
             make_examples(self.model, part, seed=self.seed, sample_special=self.sample_special)
             for part in self.parts
         )
-        for examples in (train, validation):
-            if examples.n_truncated:
-                name = printable(examples.provenance["corpus"])
-                tqdm.write(f"{examples.n_truncated} sentences of {name} were cut at the model's context.")
         return train, validation
 
     @cached_property

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from matlens.data.corpus import MIN_WORDS, Corpus, _select_sentences, load_corpus
+from matlens.data.texts import _universal
 from matlens.errors import InputError
 
 FIRST = "The first sentence has six words."
@@ -50,6 +51,27 @@ def test_text_file_counts_what_it_leaves_out(tmp_path):
     assert corpus.sentences == (FIRST, SECOND, THIRD)
     assert counts(corpus) == (8, 2, 1, 2)
     assert len(corpus) == 3
+
+
+@pytest.mark.parametrize("end", ["\n", "\r", "\r\n"])
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.tsv", "a.jsonl"])
+def test_lines_end_as_for_python(end, last, name, tmp_path):
+    sentences = (FIRST, SECOND, THIRD)
+    wrap = {"a.tsv": lambda text: f"1\t{text}", "a.jsonl": lambda text: json.dumps({"text": text})}
+    written = end.join(map(wrap.get(name, str), sentences)) + end * last
+    content = gzip.compress(written.encode()) if name.endswith(".gz") else written.encode()
+    corpus = load_corpus(write(tmp_path / name, content))
+    assert corpus.sentences == sentences
+    assert corpus.n_read == 3
+
+
+@settings(max_examples=200)
+@given(text=st.text(alphabet="ab\r\n\u2028\x85é", max_size=30), n_bytes=st.integers(1, 9))
+def test_lines_do_not_depend_on_the_pieces_they_are_read_in(text, n_bytes):
+    data = text.encode()
+    lines = b"".join(_universal(data[i : i + n_bytes] for i in range(0, len(data), n_bytes)))
+    assert lines.decode() == io.StringIO(text, newline=None).read()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from sentences import corpus_of, many, positions_of, sentences_of
 from torch import Tensor
 
 import matlens
-from matlens import InputError, LinearMap, Readout, make_examples
+from matlens import InputError, InputWarning, LinearMap, Readout, make_examples
 from matlens.activations import Activations
 from matlens.data import Corpus, Examples, make_image_examples, make_pairs
 from matlens.data.making import make_windows
@@ -88,7 +88,8 @@ def test_sentences_longer_than_the_context_are_cut_and_counted(name, small_model
     added = len(tokenizer("")["input_ids"])
     lengths = [5, N_CTX - added - 1, N_CTX - added, N_CTX - added + 1, 3 * N_CTX]
     corpus = corpus_of([many(1, length)[0] for length in lengths])
-    examples = make_examples(small_model(name), corpus, seed=1)
+    with pytest.warns(InputWarning, match=f"2 of 5 sentences .* after {N_CTX} tokens"):
+        examples = make_examples(small_model(name), corpus, seed=1)
     assert examples.n_truncated == examples.provenance["n_truncated"] == 2
     assert examples.lengths.tolist() == [5 + added, N_CTX - 1, N_CTX, N_CTX, N_CTX]
     for s, text in enumerate(corpus.sentences):
@@ -97,7 +98,8 @@ def test_sentences_longer_than_the_context_are_cut_and_counted(name, small_model
             ids[examples.positions[s]] = tokenizer.mask_token_id
         assert examples.tokens[examples.offsets[s] : examples.offsets[s + 1]].tolist() == ids
     long = corpus_of(many(400, 2 * N_CTX))
-    drawn = make_examples(small_model(name), long).positions
+    with pytest.warns(InputWarning, match="400 of 400"):
+        drawn = make_examples(small_model(name), long).positions
     assert drawn.max() >= N_CTX - 3
     assert drawn.min() <= 2
 

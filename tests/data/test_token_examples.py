@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import N_CTX, assert_near, load_plain, plain_vectors
+from conftest import N_CTX, assert_near, load_plain, plain_vectors, save_with_ends
 from patched_models import LENGTHS, SENTENCES, padded, run_variants
 from sentences import positions_of, sentences_of
 from transformers import BatchEncoding
@@ -15,7 +16,7 @@ from transformers import BatchEncoding
 import matlens
 from matlens import InputError, LinearMap, make_token_examples
 from matlens.activations import Activations, stream
-from matlens.ffn import Trace
+from matlens.ffn import Trace, text_losses
 from matlens.patching import Replacement, Variant
 
 ANSWERS = [[3, 4, 9], [0], [0], [2, 6]]
@@ -66,6 +67,35 @@ def test_all_ways_give_the_same_sentences_and_positions(way, small_model):
     assert (examples.provenance["corpus"], examples.provenance["n_positions"]) == ("answers", 7)
     expected = make_token_examples(small_model("gpt2"), SENTENCES, positions=ANSWERS)
     assert examples.fingerprint == expected.fingerprint
+
+
+def test_tokens_of_another_vocabulary_raise(tmp_path):
+    own = matlens.load(save_with_ends(tmp_path / "own"), device="cpu")
+    folder = save_with_ends(tmp_path / "other")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["w7"], vocabulary["w9"] = vocabulary["w9"], vocabulary["w7"]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    other = matlens.load(folder, device="cpu")
+    examples = make_token_examples(own, SENTENCES)
+    uses = [
+        lambda model: matlens.collect(model, examples, progress=False),
+        lambda model: text_losses(model, examples, progress=False),
+        lambda model: Trace.run(model, examples, k=2, progress=False),
+        lambda model: matlens.Updates.run(model, examples, progress=False),
+    ]
+    for use in uses:
+        use(own)
+        with pytest.raises(InputError, match="another tokenizer"):
+            use(other)
+
+
+def test_tokens_are_read_whatever_the_model_adds_to_texts(tmp_path):
+    """Ids have no BOS that a model could add."""
+    own = matlens.load(save_with_ends(tmp_path / "own"), device="cpu")
+    other = matlens.load(save_with_ends(tmp_path / "other", front=True), device="cpu")
+    examples = make_token_examples(own, SENTENCES)
+    assert matlens.collect(other, examples, progress=False).examples.fingerprint == examples.fingerprint
 
 
 def test_one_position_each_and_the_last(small_model):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import assert_near, plain_vectors
+from conftest import N_CTX, assert_near, plain_vectors
 from control.generation import continue_prompts
 from hand_controlled import CHOSEN, controlled_by_hand
 from handpatched import jump_part, submodule_part
@@ -224,6 +224,17 @@ def test_a_ratio_is_that_of_the_perplexities_and_surer_than_they():
     lonely = TextLosses(np.array([3.0]), np.array([2])).perplexity()
     assert lonely.value == pytest.approx(math.exp(1.5))
     assert math.isnan(lonely.low)
+
+
+def test_a_text_longer_than_the_context_has_no_loss(small_model):
+    model, long = small_model("gpt2"), "w1 " * (N_CTX + 1)
+    fits = text_losses(model, ["w1 " * N_CTX], progress=False)
+    assert fits.n_tokens.tolist() == [N_CTX - 1]
+    with pytest.raises(InputError, match=f"at most {N_CTX} tokens, got {N_CTX + 1}.*make_windows"):
+        text_losses(model, ["w1 w2", long], progress=False)
+    assert (
+        text_losses(model, make_windows(model, [long, long], size=20), progress=False).n_tokens.sum() > N_CTX
+    )
 
 
 @pytest.mark.parametrize("chosen", [{}, CHOSEN], ids=["unchanged", "controlled"])
