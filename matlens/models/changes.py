@@ -22,6 +22,7 @@ from torch.nn.modules import module as torch_modules
 from torch.nn.utils import parametrize
 
 from matlens.errors import InputError, checked
+from matlens.models.randomness import is_random
 from matlens.models.registry import families
 from matlens.models.weights import fast_checksum, plain_model, plain_name
 
@@ -237,13 +238,8 @@ def function_name(function: Any) -> str:
 
 
 def has_active_dropout(model: TransformerBridge) -> bool:
-    """Whether dropout is on, so that the vectors differ at every pass."""
-    training = [module for _, module in _modules(model) if module.training]
-    if any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in training):
-        return True
-    # Attention drops out by a number of the configuration, without a module of its own.
-    settings = model.original_model.config.to_dict() if model.original_model.training else {}
-    return any("drop" in key and isinstance(rate, float) and rate > 0 for key, rate in settings.items())
+    """True if dropout or noise is on in any module, so that the vectors differ at every pass."""
+    return is_random(module for _, module in _modules(model))
 
 
 def _foreign_changes(model: TransformerBridge, ours: frozenset[int]) -> Iterator[str]:
