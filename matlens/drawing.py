@@ -25,7 +25,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 
-from matlens.errors import InputError, checked
+from matlens.errors import InputError, checked, short
+from matlens.io.tables import check_one
 
 LAYER = r"layer $\ell$"
 SHEET = Path(__file__).with_name("matlens.mplstyle")
@@ -145,8 +146,10 @@ def short_name(name: str) -> str:
 
 
 def title_of(results: pd.DataFrame, *columns: str) -> str:
-    """Title from the first row: model, corpus and number of examples."""
-    parts = [short_name(str(results[column].iloc[0])) for column in columns or ("model", "corpus")]
+    """Title of a table of one model and corpus: these, or some columns, and the number of examples."""
+    named = columns or ("model", "corpus")
+    check_one(results, columns=named)
+    parts = [short_name(str(results[column].iloc[0])) for column in named]
     if not columns:
         parts.append(examples_of(results))
     return literal(", ".join(parts))
@@ -206,6 +209,7 @@ def finish(
 
 def draw_line(ax: Axes, rows: pd.DataFrame, look: Look, label: str, x: str = "layer") -> None:
     """Draw values over layers or another column, with a band from low to high."""
+    check_one(rows)
     rows = rows.astype({x: float, "value": float, "low": float, "high": float}).sort_values(x)
     ax.plot(
         rows[x], rows["value"], color=look.color, ls=look.line, marker=look.marker, label=label,
@@ -216,6 +220,7 @@ def draw_line(ax: Axes, rows: pd.DataFrame, look: Look, label: str, x: str = "la
 
 def draw_methods(ax: Axes, rows: pd.DataFrame, looks: Mapping[str, Look], x: str = "layer") -> None:
     """Draw a line over layers for each method."""
+    check_unique(rows[rows["method"].isin(looks)], ["method", x])
     for method, look in looks.items():
         draw_line(ax, rows[rows["method"] == method], look, literal(method), x)
 
@@ -293,7 +298,27 @@ def _where_infinite(lost: np.ndarray, layers: np.ndarray) -> str:
     return f"at layer{'s' * (len(lost) > 1)} {', '.join(f'{layer:g}' for layer in lost)}"
 
 
+def check_unique(rows: pd.DataFrame, places: Sequence[str]) -> None:
+    """Raise InputError if a line or a heatmap would have several values at one place."""
+    repeated = rows[rows.duplicated(list(places), keep=False)]
+    if repeated.empty:
+        return
+    at = ", ".join(f"{name} {repeated[name].iloc[0]}" for name in places)
+    others = repeated.columns.difference([*places, "value", "low", "high"], sort=False)
+    differing = [name for name in others if repeated[name].nunique(dropna=False) > 1]
+    raise InputError(
+        f"The table must have one value at {at}, got several"
+        f"{f' that differ in {short(differing)}' if differing else ''}. Select the rows to draw."
+    )
+
+
 # Cells
+
+
+def cells_of(table: pd.DataFrame, index: str, columns: str, values: str) -> pd.DataFrame:
+    """A matrix of a column of a table, with one row for each cell."""
+    check_unique(table, [index, columns])
+    return table.pivot(index=index, columns=columns, values=values)
 
 
 def draw_cells(ax: Axes, grid: pd.DataFrame, **options: Any) -> Any:

@@ -49,7 +49,7 @@ class InputWarning(UserWarning):
     """
 
 
-def warn(message: str) -> None:
+def warn(message: str, category: type[InputWarning] = InputWarning) -> None:
     """Issue an `InputWarning` at the line of the user's code that called into matlens."""
     level, depth, frame = 1, 1, sys._getframe()
     while frame.f_back:  # to the outermost frame of ours: those of tqdm lie in between
@@ -57,7 +57,7 @@ def warn(message: str) -> None:
         if frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
             level = depth
         frame = frame.f_back
-    warnings.warn(printable(message, limit=_LONGEST_MESSAGE, keep="\n"), InputWarning, stacklevel=level)
+    warnings.warn(printable(message, limit=_LONGEST_MESSAGE, keep="\n"), category, stacklevel=level)
 
 
 def printable(text: str, *, limit: int = sys.maxsize, keep: str = "") -> str:
@@ -223,6 +223,12 @@ def check_choice(value: Any, choices: Iterable[str], name: str) -> str:
         meant = did_you_mean(value, words)
         raise InputError(f"{name} must be one of {', '.join(words)}, got {short(value)}.{meant}")
     return value
+
+
+def check_names(names: Iterable[str], known: Iterable[str], argument: str) -> None:
+    """Raise InputError if an argument by name, such as a mapping, has a name that nothing else has."""
+    for name in names:
+        check_choice(name, known, f"The names of {argument}")
 
 
 def check_rows(rows: Any, n: int, name: str = "rows", *, min: int = 1) -> None:

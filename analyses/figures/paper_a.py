@@ -75,7 +75,8 @@ def relative_depth(results: pd.DataFrame) -> Figure:
     of_methods, looks = method_looks(results["method"]), dict[str, Look]()
     parts = []
     for number, (model, part) in enumerate(results.groupby("model", sort=False)):
-        names = {method: f"{method}, {short_name(str(model))}" for method in of_methods}
+        methods = part["method"].unique()
+        names = {method: f"{method}, {short_name(str(model))}" for method in of_methods if method in methods}
         line = STYLES[number % len(STYLES)]
         looks |= {name: of_methods[method]._replace(line=line) for method, name in names.items()}
         parts.append(part.assign(method=part["method"].map(names), depth=part["layer"] / part["target"]))

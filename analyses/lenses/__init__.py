@@ -16,6 +16,7 @@ from torch import Tensor
 
 from matlens import Lens, LinearMap, make_examples
 from matlens.data import Corpus
+from matlens.data.overlap import fitted_on_any
 from matlens.lens import trained
 from matlens.metrics import Estimate
 from matlens.numerics import in_float64
@@ -48,7 +49,10 @@ def mean_jacobian(first: Lens, second: Lens) -> Lens:
         [lens.provenance.details[name] for lens in (first, second)] for name in ("n_fitted", "n_tokens")
     )
     share = n_fitted[0] / sum(n_fitted)
-    provenance = first.provenance.with_details(n_fitted=sum(n_fitted), n_tokens=sum(n_tokens))
+    provenance = first.provenance.with_details(
+        n_fitted=sum(n_fitted), n_tokens=sum(n_tokens),
+        **fitted_on_any([first.provenance, second.provenance]),
+    )  # fmt: skip
     maps = {
         layer: LinearMap(
             share * first.matrix(layer) + (1 - share) * second.matrix(layer), None,

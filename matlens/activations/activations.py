@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from matlens import parallel
-from matlens.data.examples import Examples
+from matlens.data.examples import Examples, check_examples
 from matlens.errors import InputError, checked
 from matlens.io.artifact import CONFIG
 from matlens.io.files import damaged
@@ -31,7 +31,8 @@ class Rows:
     """Vectors of one batch by site, in float32.
 
     Row ``i`` of every site belongs to row ``index[i]`` of the collection; ``places`` says which token of its
-    sentence it is, from 0. If the stream is ``divided``, other processes have the other batches.
+    sentence it is, from 0. If the stream is ``divided``, other processes have the other batches. ``examples``
+    are all that are read, at the positions of the collection.
     """
 
     index: Int[np.ndarray, " n"]
@@ -39,6 +40,7 @@ class Rows:
     vectors: dict[str, Float[Tensor, "n d"]]
     provenance: Provenance = field(default_factory=Provenance, repr=False)
     divided: bool = False
+    examples: Examples | None = field(default=None, repr=False)
 
 
 @checked
@@ -65,9 +67,15 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
         positions: Positions,
         provenance: Provenance,
     ) -> None:
+        check_examples(examples, provenance.examples, "the vectors")
         self._vectors = vectors
         self.examples, self.positions, self.provenance = examples, positions, provenance
-        self.places: Int[np.ndarray, " n"] = examples.at_positions(positions).positions
+        self.places: Int[np.ndarray, " n"] = self.at_rows.positions
+        for site, given in () if isinstance(vectors, StoredRows) else vectors.items():
+            if len(given) != self.n_rows:
+                raise InputError(
+                    f"vectors of {site} must be {self.n_rows}, one per position, got {len(given)}."
+                )
 
     def __getitem__(self, site: str | int | Site) -> Float[Tensor, "n d"]:
         try:
@@ -109,8 +117,9 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
         names = [str(self.resolve(site)) for site in sites]
         several = divided and parallel.world_size() > 1
         first, step = (parallel.rank(), parallel.world_size()) if several else (0, 1)
+        read = self.at_rows
         for index, vectors in itertools.islice(self._parts(names), first, None, step):
-            yield Rows(index, self.places[index], vectors, self.provenance, several)
+            yield Rows(index, self.places[index], vectors, self.provenance, several, read)
 
     def _parts(self, names: Sequence[str]) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
         if isinstance(self._vectors, StoredRows):
@@ -119,6 +128,11 @@ class Activations(Mapping[str, Float[Tensor, "n d"]]):
         for start in range(0, self.n_rows, PART):
             part = slice(start, start + PART)
             yield np.arange(self.n_rows)[part], {name: self[name][part] for name in names}
+
+    @property
+    def at_rows(self) -> Examples:
+        """The examples, with a position for each row."""
+        return self.examples.at_positions(self.positions)
 
     @property
     def n_rows(self) -> int:

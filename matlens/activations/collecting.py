@@ -218,7 +218,9 @@ def _stream(
             with own_precision(), reading(model, reader.hooks):
                 first, others = batch.inputs(model)
                 model(first, **others, return_type=None)
-            yield Rows(index, at[1].numpy(), reader.vectors(model), provenance, divided)
+            yield Rows(
+                index, at[1].numpy(), reader.vectors(model), provenance, divided, batches._examples
+            )  # fmt: skip
             bar.update(len(batch.index))
     check_unchanged(model, provenance)
 

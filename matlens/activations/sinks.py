@@ -79,6 +79,8 @@ def sink_counts(sinks: Bool[Tensor, " n"], places: Int[np.ndarray, " n"]) -> dic
     >>> tokens = examples.at_positions("all")
     >>> sink_counts(find_sinks(model, examples)[tokens.sentences, tokens.positions], examples.places)
     """
+    if len(places) != len(sinks):
+        raise InputError(f"places must be one for each of {len(sinks)} samples, got {len(places)}.")
     first = torch.from_numpy(places == 0)
     return {
         "n_sinks": int(sinks.sum()),
@@ -99,8 +101,8 @@ def find_sinks(
     """Boolean mask, by sentence and position, of tokens that are sinks by their norm at any layer.
 
     One pass over the sentences, which distributed processes divide. ``~find_sinks(...)`` says to
-    `Replacement` and `Variant` where to replace. Warns with `SinkWarning` where first tokens stand out and
-    there are too few to compare, and where most tokens are first tokens.
+    `Replacement` and `Variant` where to replace. Warns with `SinkWarning` where fewer than three first tokens
+    or three others are there to compare, and where most tokens are first tokens.
     """
     layers = [str(site) for site in ModelLayout.from_model(model).stream]
     index, found = [torch.empty(0, dtype=torch.long)], [torch.empty(0, len(layers))]
@@ -153,11 +155,12 @@ def _sinks_and_doubt(
     doubt = None
     if min(n_first, n_others) >= _MIN_TOKENS:
         sinks = sinks | standing
-    elif n_doubted := int((standing & ~sinks).sum()):
+    elif bool((first & ~sinks).any()):
+        n_doubted = int((standing & ~sinks).sum())
         doubt = (
             f"{n_doubted} first tokens stand out, by less than makes a token a sink alone, and there must be "
-            f"{_MIN_TOKENS} first tokens and {_MIN_TOKENS} others to tell whether they are sinks. They count "
-            "as none."
+            f"{_MIN_TOKENS} first tokens and {_MIN_TOKENS} others to tell whether they are sinks, got "
+            f"{n_first} and {n_others}. They count as none."
         )
     if 2 * n_first > len(norms):
         doubt = "Most of the tokens are first tokens, so sinks cannot be told by comparing them with others."

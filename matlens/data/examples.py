@@ -266,6 +266,14 @@ class Examples:
         return Batch(index, *padded(self.tokens, self.offsets, index), source, images)
 
 
+def check_examples(examples: Examples, fingerprint: str | None, what: str) -> None:
+    """Raise InputError if something was made of other examples, where these are known."""
+    if fingerprint is not None and fingerprint != examples.fingerprint:
+        raise InputError(
+            f"examples must be those of {what} ({fingerprint}), got others ({examples.fingerprint})."
+        )
+
+
 def _offsets(lengths: np.ndarray) -> np.ndarray:
     """Where texts of these lengths start, end to end, and where the last one ends."""
     return np.concatenate([[0], np.cumsum(lengths)])

@@ -148,6 +148,10 @@ class Clusters:
         self, directions: Float[Tensor, "m d_model"], indices: Sequence[int]
     ) -> Float[np.ndarray, " m"]:
         """Mean cosine of two vectors of each cluster, from its direction; NaN for a single vector."""
+        if len(directions) != len(indices):
+            raise InputError(
+                f"directions must be one for each of {len(indices)} clusters, got {len(directions)}."
+            )
         size = self.sizes[list(indices)].astype(float)
         squared = directions.cpu().double().square().sum(1).numpy()
         return (size * squared - 1) / np.where(size > 1, size - 1, np.nan)

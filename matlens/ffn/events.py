@@ -12,7 +12,7 @@ the mean of the vocabulary, or with the one token that the reference token compe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import pandas as pd
 import torch
@@ -25,12 +25,24 @@ from matlens.ffn.projection import unembedding
 from matlens.ffn.trace import GROUPS, Trace
 from matlens.ffn.values import ValueVectors
 from matlens.io.tables import result_row
+from matlens.linear.maps import tensor_digest
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
 
-TraceScores: TypeAlias = Mapping[tuple[str, str], Float[Tensor, "n n_layers k"]]
 EVENTS = "events"  # the experiment
+
+
+class TraceScores(dict[tuple[str, str], Tensor]):
+    """Scores ``[n, n_layers, k]`` of a trace's sub-updates, with the keys of `Trace.score`."""
+
+    def __init__(self, scores: Mapping[tuple[str, str], Tensor], trace: Trace) -> None:
+        super().__init__(scores)
+        self.trace = _digest(trace)
+
+
+def _digest(trace: Trace) -> str:
+    return tensor_digest(*trace.score.values())
 
 
 class Saturation(NamedTuple):
@@ -95,7 +107,10 @@ def find_events(trace: Trace) -> dict[str, Events]:
 
 @checked
 def event_scores(
-    trace: Trace, *, scores: TraceScores | None = None, rows: Bool[Tensor, " n"] | None = None
+    trace: Trace,
+    *,
+    scores: Mapping[tuple[str, str], Float[Tensor, "n n_layers k"]] | None = None,
+    rows: Bool[Tensor, " n"] | None = None,
 ) -> pd.DataFrame:
     """Mean over events of the maximal, mean and minimal score of the reference token (Table 4).
 
@@ -106,7 +121,8 @@ def event_scores(
     """
     check_rows(rows, len(trace))
     shapes = {key: own.shape for key, own in trace.score.items()}
-    if scores is not None and {key: given.shape for key, given in scores.items()} != shapes:
+    of_other = isinstance(scores, TraceScores) and scores.trace != _digest(trace)
+    if of_other or (scores is not None and {key: given.shape for key, given in scores.items()} != shapes):
         raise InputError("scores must be of this trace. Use relative_scores(trace, ...).")
     table = list[dict[str, Any]]()
     for kind, events in find_events(trace).items():
@@ -156,4 +172,4 @@ def relative_scores(trace: Trace, model: TransformerBridge, to: Literal["mean", 
             static = torch.einsum("nkd,nd->nk", chosen, baseline).cpu()
             scaled = trace.scale[:, layer, None] * trace.coefficient[group][:, layer]
             relative[group, reference][:, layer] = scores[:, layer] - scaled * static
-    return relative
+    return TraceScores(relative, trace)

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt64
 from scipy import stats
 from torch import Tensor
 
 from matlens.data.corpus import Corpus, as_corpus
 from matlens.data.examples import Batch, Examples
 from matlens.data.making import make_examples
+from matlens.data.overlap import sentence_keys
 from matlens.data.readers import batch_groups, check_decoder, check_own_tokens, context_length
 from matlens.errors import InputError, PositiveInt, checked, short, warn
 from matlens.metrics import Estimate
@@ -31,17 +32,29 @@ _PLACES = 128  # whose distributions are computed together
 
 
 class TextLosses(NamedTuple):
-    """Loss of a model on each of ``n`` texts: ``-ln p`` summed over tokens, in nats."""
+    """Loss of a model on each of ``n`` texts: ``-ln p`` summed over tokens, in nats.
+
+    ``texts`` identifies each text by its tokens, see `matlens.data.overlap.sentence_keys`; None if unknown.
+    """
 
     total: Float[np.ndarray, " n"]
     n_tokens: Int[np.ndarray, " n"]
+    texts: UInt64[np.ndarray, " n"] | None = None
 
     def perplexity(self) -> Estimate:
         """``exp`` of the mean loss of all tokens of all texts, with its 95% interval over texts."""
         return _exp_of_mean(self.total, self.n_tokens)
 
     def ratio(self, unchanged: TextLosses) -> Estimate:
-        """Perplexity relative to the original model's, with a 95% interval over texts."""
+        """Perplexity relative to the original model's on the same texts, with a 95% interval over texts."""
+        known = self.texts is not None and unchanged.texts is not None
+        if not np.array_equal(self.n_tokens, unchanged.n_tokens) or (
+            known and not np.array_equal(self.texts, unchanged.texts)
+        ):
+            raise InputError(
+                f"unchanged must be losses on the same {len(self.total)} texts in the same order, got "
+                f"{len(unchanged.total)} others. Read the same examples with both models."
+            )
         return _exp_of_mean(self.total - unchanged.total, unchanged.n_tokens)
 
 
@@ -69,7 +82,7 @@ def text_losses(
         for batch in examples.batches(batch_tokens, batch_groups(model, examples)):
             total[batch.index] = _losses(model, batch).cpu().numpy()
             bar.update(len(batch.index))
-    return TextLosses(total, n_tokens)
+    return TextLosses(total, n_tokens, sentence_keys(examples))
 
 
 def _whole_texts(model: TransformerBridge, texts: Corpus | Sequence[str]) -> Examples:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 TOP = 30  # top tokens of a value vector that the paper looks at
 TOKEN_COLUMNS = ("value", "layer", "index", "side", "rank", "token", "token_id", "score")
 _SCORES = 2**25  # scores in memory at once, 128 MiB
+_CHECKED = 32  # rows whose scores are compared, spread over all layers
+_ROUNDING = 1e-4  # of the largest score, between devices and shapes of products
 
 
 class TopTokens(NamedTuple):
@@ -280,6 +282,7 @@ class Projection:
                 f"tokens must have a row for each of {len(values)} value vectors, got {len(tokens.ids)}. Use "
                 "top_of_all."
             )
+        self._check_scores(values, tokens)
         hits = torch.isin(tokens.ids, torch.tensor(self._tokens_of(words)))
         rows = hits.any(1).nonzero()[:, 0]
         first = hits[rows].int().argmax(1)
@@ -290,6 +293,17 @@ class Projection:
         )
         order = ["words", "rank", "score"]
         return table.sort_values(order, ascending=[False, True, False], ignore_index=True, kind="stable")
+
+    def _check_scores(self, values: ValueVectors, tokens: TopTokens) -> None:
+        """Raise InputError if the scores of some rows are not those that this projection gives."""
+        rows = list(range(0, len(values), -(-len(values) // _CHECKED)))
+        scores = self.scores(values.vectors(map(values.at, rows))).cpu()
+        own, given = scores.gather(1, tokens.ids[rows]), tokens.scores[rows]
+        if not torch.allclose(own, given, rtol=0, atol=_ROUNDING * float(scores.abs().max())):
+            raise InputError(
+                "tokens must be those of this projection, got scores of another. Use "
+                "top_of_all(values) of the same projection."
+            )
 
 
 def _as_list(words: str | Sequence[str]) -> Sequence[str]:

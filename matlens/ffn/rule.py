@@ -62,6 +62,8 @@ class ExitRule:
 
         ``made_at`` is the layer at which each example's prediction is made; -1 if none counts.
         """
+        if len(active) != len(made_at):
+            raise InputError(f"made_at must be one for each of {len(active)} examples, got {len(made_at)}.")
         self.active_, self.made_at_ = active[rows], made_at[rows]
         return self
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from matlens.activations.collecting import Rows, batch_counts, default_batch_tokens, stream
 from matlens.activations.sinks import outlying_rows
-from matlens.data.examples import Examples
+from matlens.data.examples import Examples, check_examples
 from matlens.errors import InputError, PositiveInt, Seed, check_int, checked
 from matlens.ffn.projection import unembedding
 from matlens.ffn.updates import DOMINANT
@@ -63,6 +63,11 @@ class Trace:
     """
 
     def __init__(self, rows: Mapping[str, Any], examples: Examples, provenance: Provenance) -> None:
+        check_examples(examples, provenance.examples, "the trace")
+        if len(rows["before"]) != examples.n_positions:
+            raise InputError(
+                f"rows must be {examples.n_positions}, one per position, got {len(rows['before'])}."
+            )
         self.examples, self.provenance = examples, provenance
         self.n_layers, self.k = provenance.identity.n_layers, int(provenance.details["k"])
         self.before, self.after = rows["before"].long(), rows["after"].long()

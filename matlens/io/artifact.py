@@ -32,6 +32,7 @@ from matlens.io.files import (
     content_hash,
     damaged,
     describe_file,
+    inside,
     is_transient,
     locked,
     open_tensors,
@@ -198,7 +199,7 @@ class Artifact:
                 "command to resume it."
             )
         for name, record in artifact.files.items():
-            check_size(folder / name, record)
+            check_size(inside(folder, name), record)
         return artifact
 
     def tensors(self, name: str) -> list[str]:
@@ -228,7 +229,7 @@ class Artifact:
 
     def read_json(self, name: str) -> dict[str, Any] | None:
         """Read a record that `write_json` wrote; ``None`` if there is none."""
-        path = self.folder / f"{name}.json"
+        path = inside(self.folder, f"{name}.json")
         try:
             record = verified(read_json(path), path)
         except FileNotFoundError:
@@ -246,14 +247,14 @@ class Artifact:
             if "tensors" in record:
                 self._verify(name.removesuffix(TENSORS))
             else:
-                check_file(self.folder / name, record)
+                check_file(inside(self.folder, name), record)
 
     def _verify(self, name: str) -> None:
         for tensor in self.tensors(name):
             self.read(name, tensor)
 
     def _path(self, name: str) -> Path:
-        return self.folder / f"{name}{TENSORS}"
+        return inside(self.folder, f"{name}{TENSORS}")
 
     def _header(self, name: str) -> Record:
         """The metadata of a tensor file, after its checksum is verified."""
@@ -303,7 +304,7 @@ def is_record(record: Any) -> bool:
 
 def read_record(path: Path) -> dict[str, Any]:
     """Read a record of a folder, such as ``config.json``."""
-    record = read_json(path)
+    record = read_json(inside(path.parent, path.name))
     if not is_record(record):
         raise InputError(f"{path} was not written by matlens. Choose another folder.")
     if record.get("layout") != LAYOUT:

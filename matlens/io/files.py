@@ -191,6 +191,16 @@ def open_tensors(path: Path, error: Callable[[str], InputError]) -> Iterator[Any
         raise error(f"cannot be read as safetensors ({reason})") from cause
 
 
+def inside(folder: Path, name: str) -> Path:
+    """The path of a file in a folder; raises InputError if its name or a link leads out of the folder."""
+    root, path = Path(os.path.realpath(folder)), Path(os.path.realpath(folder / name))
+    # In the cache of the Hugging Face hub, files are links to the blobs next to all snapshots.
+    blobs = [parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots"]
+    if not any(path.is_relative_to(allowed) for allowed in (root, *blobs)):
+        raise InputError(f"{folder / name} must be a file in {folder}, got one elsewhere: {path}.")
+    return folder / name
+
+
 def content_hash(content: Mapping[str, Any]) -> str:
     """The SHA-256 of a record, independent of the order of its keys."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))

@@ -18,7 +18,7 @@ from typing import Any
 
 import pandas as pd
 
-from matlens.errors import InputError, check, checked
+from matlens.errors import InputError, check, checked, short
 from matlens.io import bounds
 from matlens.io.artifact import command_line, software_versions
 from matlens.io.files import CHECKSUM, checksummed, read_bounded, read_json, verified, write_files
@@ -107,6 +107,18 @@ def check_columns(table: pd.DataFrame, columns: Iterable[str], *, what: str) -> 
         raise InputError(f"The table must be {what}, but lacks or repeats the columns {', '.join(wrong)}.")
     if table.empty:
         raise InputError(f"The table must be {what}, got no rows.")
+
+
+def check_one(*tables: pd.DataFrame, columns: Iterable[str] = ("model", "corpus")) -> None:
+    """Raise InputError if tables that belong together are of several models or corpora."""
+    for column in columns:
+        values = [table[column].dropna().unique() for table in tables if column in table]
+        found = list(dict.fromkeys(str(value) for of_table in values for value in of_table))
+        if len(found) > 1:
+            raise InputError(
+                f"The table must be of one {column}, got {short(found)}. Select its rows, such as "
+                f"table[table[{column!r}] == {found[0]!r}]."
+            )
 
 
 def write_results(folder: str | Path, name: str, table: pd.DataFrame, origin: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from matlens.errors import InputError, checked
 from matlens.io.artifact import CONFIG, MODEL_RECORD, Artifact, is_finished, is_record, read_record
 from matlens.io.cache import file_states
-from matlens.io.files import CHECKSUM, check_file, damaged, read_json
+from matlens.io.files import CHECKSUM, check_file, damaged, inside, read_json
 from matlens.io.tables import TABLE, check_described
 
 RUN_RECORD = "run.json"
@@ -69,7 +69,7 @@ def _verify_artifact(path: Path) -> str | None:
     artifact = Artifact(path.parent, read_record(path))
     artifact.check()
     for name in artifact.request.get("folders", ()):
-        if not is_finished(path.parent / name):
+        if not is_finished(inside(path.parent, name)):
             raise InputError(f"{path.parent / name / CONFIG} is missing.")
     holds, n = artifact.config["holds"], len(artifact.config.get("files", ()))
     return f"{holds}, {n} {'file' if n == 1 else 'files'}" if artifact.finished else f"unfinished {holds}"
@@ -99,4 +99,4 @@ def _check_model(folder: Path, state: str) -> None:
     """Hash the files that a model is loaded from, once per state of them."""
     for name, record in read_record(folder / MODEL_RECORD)["files"].items():
         if not name.endswith(".md"):
-            check_file(folder / name, record)
+            check_file(inside(folder, name), record)

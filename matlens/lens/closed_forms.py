@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,6 +17,7 @@ from matlens.activations.activations import Activations, Positions
 from matlens.activations.collecting import stream
 from matlens.activations.sinks import find_sinks, sink_rows
 from matlens.data.examples import Examples
+from matlens.data.overlap import fitted_on, sentence_keys
 from matlens.errors import InputError, short
 from matlens.lens.config import LensConfig
 from matlens.lens.maps import LensMaps, Standardisation
@@ -213,7 +212,7 @@ def fit_closed_forms(
     keys = torch.from_numpy(row_keys(samples))
     mask, counts = torch.ones(len(keys), dtype=torch.bool), torch.ones(len(keys), dtype=torch.float64)
     selection = Selection.parse(rows, weights, len(keys))
-    provenance = provenance.with_details(**selection.details)
+    provenance = provenance.with_details(**selection.details, **fitted_on(samples, selection.mask))
     mask = mask if selection.mask is None else selection.mask
     counts = counts if selection.weights is None else selection.weights
     job = [provenance.to_json(), [config.name for config in configs], list(layers)]
@@ -228,9 +227,9 @@ def fit_closed_forms(
     sites = [f"h.{layer}" for layer in (*layers, identity.n_layers)]
     statistics: dict[Any, _Statistics] = {}
     for config in configs:
-        fitted_on = mask if config.sinks == "include" else mask & ~sinks
+        chosen = mask if config.sinks == "include" else mask & ~sinks
         if _kind(config) not in statistics:
-            statistics[_kind(config)] = _Statistics(config, sites, identity.d_model, norm, fitted_on, keys)
+            statistics[_kind(config)] = _Statistics(config, sites, identity.d_model, norm, chosen, keys)
     if isinstance(data, Activations):
         batches = data.shards(sites, divided=True)
     else:
@@ -274,11 +273,7 @@ def _kind(config: LensConfig) -> tuple[bool, bool, str]:
 
 def row_keys(examples: Examples) -> np.ndarray:
     """A pseudo-random number for each sample, from its sentence and position only."""
-    firsts = []
-    for start, end in itertools.pairwise(examples.offsets.tolist()):
-        content = np.asarray(examples.tokens[start:end], "<i8").tobytes()
-        firsts.append(int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little"))
-    of_sentence = np.asarray(firsts, np.uint64)
+    of_sentence = sentence_keys(examples)
     places = np.asarray(examples.positions, np.uint64)
     with np.errstate(over="ignore"):  # splitmix64
         keys = of_sentence[examples.sentences] + (places + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)

@@ -16,9 +16,10 @@ from matlens.activations.collecting import collect
 from matlens.activations.sinks import SinkWarning, sink_rows
 from matlens.data.corpus import Corpus
 from matlens.data.making import make_examples
+from matlens.data.overlap import OverlapWarning, fitted_on, warn_of_overlap
 from matlens.data.readers import is_masked
-from matlens.errors import InputError, PositiveInt, Seed, checked, short, warn
-from matlens.io.tables import check_columns
+from matlens.errors import InputError, PositiveInt, Seed, checked, short
+from matlens.io.tables import check_columns, check_one
 from matlens.lens import trained
 from matlens.lens.closed_forms import layers_read, resolve_layers
 from matlens.lens.config import LensConfig, Method, parse_methods
@@ -26,6 +27,7 @@ from matlens.lens.early_exit import exit_sweep, savings
 from matlens.lens.evaluation import AGAINST, evaluate_lenses
 from matlens.lens.lens import Lens
 from matlens.lens.open_sets import EvaluationItem, evaluate_open_sets
+from matlens.models.identity import Provenance
 from matlens.models.readout import Readout
 
 if TYPE_CHECKING:
@@ -96,13 +98,9 @@ def compare_lenses(
         Open sets to evaluate as well, see `read_evaluations`; decoders only.
     """
     configs = parse_methods(default_methods(model) if methods is None else methods)
+    if repeated := [name for name in fitted or () if name in configs]:
+        raise InputError(f"fitted must have names other than the methods, got {short(repeated)}.")
     names = [*configs, *(fitted or {})]
-    train_texts, validation_texts = (frozenset(part.sentences) for part in parts)
-    if both := len(train_texts & validation_texts):
-        warn(
-            f"{both:,} of {len(validation_texts):,} validation sentences are training sentences too, so "
-            "lenses look better than they are on new text. Use Corpus.split."
-        )
     if against is None:
         against = "mat" if "mat" in names else None
     elif against not in names:
@@ -116,13 +114,16 @@ def compare_lenses(
         chosen = list(resolve_layers(layers, last))
     sites = layers_read([config for config in configs.values() if config is not None], chosen, last)
     place: Positions = "sampled" if masked else "all"
+    fitting, evaluated = (make_examples(model, part, seed=seed) for part in parts)
+    fits = [Provenance(details=fitted_on(fitting)), *(lens.provenance for lens, _ in (fitted or {}).values())]
+    warn_of_overlap(fits, evaluated, "The lenses")
     train = collect(
-        model, make_examples(model, parts[0], seed=seed), sites, positions=place,
+        model, fitting, sites, positions=place,
         folder=Path(folder) / f"lens-rows-{'all' if len(sites) > last else '-'.join(map(str, chosen))}",
         progress=progress,
     )  # fmt: skip
     validation = collect(
-        model, make_examples(model, parts[1], seed=seed), folder=Path(folder) / "lens-validation",
+        model, evaluated, folder=Path(folder) / "lens-validation",
         progress=progress,
     )  # fmt: skip
     readout, made = Readout(model), dict(fitted or {})
@@ -139,11 +140,13 @@ def compare_lenses(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SinkWarning)
         sinks = sink_rows(validation)
-    report = evaluate_lenses(
-        lenses, validation, layers=evaluated_at, sinks=sinks, against=against,
-        seconds={name: made[name][1] for name in names}, progress=progress,
-    )  # fmt: skip
-    exits = exit_sweep(lenses, validation, layers=evaluated_at, progress=progress)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OverlapWarning)  # all lenses were compared above
+        report = evaluate_lenses(
+            lenses, validation, layers=evaluated_at, sinks=sinks, against=against,
+            seconds={name: made[name][1] for name in names}, progress=progress,
+        )  # fmt: skip
+        exits = exit_sweep(lenses, validation, layers=evaluated_at, progress=progress)
     read = None
     if evaluations is not None:
         read = evaluate_open_sets(lenses, evaluations, layers=evaluated_at, progress=progress)
@@ -166,6 +169,7 @@ def summarize(report: pd.DataFrame, exits: pd.DataFrame) -> pd.DataFrame:
     """One row per lens: metrics averaged over layers, layers saved at 95%, and costs."""
     columns = ["method", "layer", "metric", "k", "value", AGAINST]
     check_columns(report, columns, what="the table of lens.evaluate_lenses")
+    check_one(report, exits)
     plain = report[report[AGAINST].fillna("") == ""]
     names = [m if pd.isna(k) else f"P@{int(k)}" for m, k in zip(plain["metric"], plain["k"], strict=True)]
     wide = plain.assign(name=names).pivot_table(

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from matlens import metrics
 from matlens.activations.activations import Activations
-from matlens.errors import Fraction, InputError, checked
-from matlens.io.tables import check_columns, result_table
+from matlens.data.overlap import warn_of_overlap
+from matlens.errors import Fraction, InputError, check_names, checked
+from matlens.io.tables import check_columns, check_one, result_table
 from matlens.lens.evaluation import Evaluation, evaluate_layers, shared_layers, validation_row
 from matlens.lens.lens import Lens
 from matlens.numerics import in_float64
@@ -49,6 +50,8 @@ def exit_layers(confidence: Float[Tensor, "n n_layers"], threshold: Float[Tensor
 
     Column ``l - 1`` of ``confidence`` is ``p1 - p2`` after layer ``l``.
     """
+    if len(threshold) != len(confidence):
+        raise InputError(f"threshold must be one for each of {len(confidence)} tokens, got {len(threshold)}.")
     if not bool(confidence.isfinite().all()) or bool(threshold.isnan().any()):
         raise InputError("confidence must be finite, and threshold must not be NaN.")
     passed: Bool[Tensor, "n n_layers"] = in_float64(confidence) > in_float64(threshold)[:, None]
@@ -65,7 +68,10 @@ class ExitConfidence(NamedTuple):
     @classmethod
     def from_evaluations(cls, layers: Iterable[Evaluation]) -> ExitConfidence:
         """Those of evaluations with confidences, one for each exit layer."""
-        ranks, confidences = zip(*((layer.rank, layer.confidence) for layer in layers), strict=True)
+        evaluations = list(layers)
+        for other in evaluations[1:]:
+            evaluations[0].check_paired(other)
+        ranks, confidences = zip(*((each.rank, each.confidence) for each in evaluations), strict=True)
         return cls(torch.stack(confidences, 1), torch.stack(ranks, 1) == 1)
 
 
@@ -91,11 +97,13 @@ def exit_sweep(
     lams
         The values of ``lam`` by lens, by default `SWEEP`.
     """
+    check_names(lams or (), lenses, "lams")
     last = validation.provenance.identity.n_layers
     exits = [layer for layer in shared_layers(lenses, validation, layers) if layer > 0]
     if not exits:
         raise InputError("layers must have at least one collected layer above 0.")
     exits.append(last)
+    warn_of_overlap([lens.provenance for lens in lenses.values()], validation.at_rows, "The lenses")
     exits_at = torch.tensor(exits).double()
     positions = torch.from_numpy(validation.places).long()
     rows: list[dict[str, Any]] = []
@@ -123,6 +131,7 @@ def savings(exits: pd.DataFrame, precision: Fraction = 0.95) -> pd.DataFrame:
     From the table of `exit_sweep`; interpolated linearly between the points of the sweep.
     """
     check_columns(exits, ("method", "layer", "target", "value", "lam"), what="the table of lens.exit_sweep")
+    check_one(exits)
     n_layers = int(exits["target"].max())
     rows = []
     for method, points in exits[exits["lam"].notna()].groupby("method", sort=False):

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from matlens import metrics
 from matlens.activations.activations import Activations
-from matlens.errors import InputError, check_rows, checked, short, warn
+from matlens.data.overlap import warn_of_overlap
+from matlens.errors import InputError, check_rows, checked, short
 from matlens.io.tables import result_row, result_table
 from matlens.lens.lens import Lens
+from matlens.linear.maps import tensor_digest
 from matlens.linear.mapsets import MapSet
 from matlens.metrics import Estimate
-from matlens.models.identity import Provenance
 from matlens.models.readout import Readout
 from matlens.models.sites import STREAM, Site
 from matlens.numerics import in_float64, kl_divergence, log_softmax
@@ -53,12 +54,15 @@ class Evaluation(NamedTuple):
         ``KL(p || q)`` from the model's distribution to the predicted one, if requested.
     confidence
         ``q1 - q2``, the margin of the most probable token, if requested.
+    truth
+        A digest of some rows of ``h^L``, the vectors that predictions are compared with; None if unknown.
     """
 
     rank: Int[Tensor, " n"]
     surprisal: Float[Tensor, " n"]
     kl: Float[Tensor, " n"] | None = None
     confidence: Float[Tensor, " n"] | None = None
+    truth: str | None = None
 
     def values(self) -> dict[Metric, Float[Tensor, " n"]]:
         """The metrics that are means over tokens: by name and, for Precision@k, k."""
@@ -73,8 +77,18 @@ class Evaluation(NamedTuple):
             for key, values in self.values().items()
         }
 
+    def check_paired(self, other: Evaluation) -> None:
+        """Raise InputError unless both compare with the same vectors, as far as these are known."""
+        known = self.truth is not None and other.truth is not None
+        if len(self.rank) != len(other.rank) or (known and self.truth != other.truth):
+            raise InputError(
+                f"Both evaluations must be at the same tokens of the same model, got {len(self.rank)} and "
+                f"{len(other.rank)} tokens that differ. Evaluate both with one call of evaluate."
+            )
+
     def differences(self, other: Evaluation) -> dict[Metric, Estimate]:
-        """Paired differences of metrics to another evaluation, with 95% intervals."""
+        """Paired differences of metrics to another evaluation at the same tokens, with 95% intervals."""
+        self.check_paired(other)
         theirs = other.values()
         return {key: metrics.mean(ours - theirs[key]) for key, ours in self.values().items() if key in theirs}
 
@@ -107,10 +121,11 @@ def evaluate(
     for key, given in predictions.items():
         if isinstance(given, Tensor) and len(given) != n:
             raise InputError(f"{short(key)} must have {n} vectors, one per token, got {len(given)}.")
+    digest = tensor_digest(truth[:: -(-n // _ROWS)].float())
     evaluated = {
         key: Evaluation(
             torch.empty(n, dtype=torch.long), torch.empty(n),
-            torch.empty(n) if kl else None, torch.empty(n) if confidence else None,
+            torch.empty(n) if kl else None, torch.empty(n) if confidence else None, digest,
         )
         for key in predictions
     }  # fmt: skip
@@ -181,7 +196,7 @@ def fit_quality(
     """
     maps.provenance.check_same(validation.provenance, ours="the maps", theirs="the activations")
     check_rows(rows, validation.n_rows, min=2)
-    _warn_of_same_sentences(maps.provenance, validation.provenance, "The maps", parts=rows is not None)
+    warn_of_overlap([maps.provenance], validation.at_rows, "The maps", rows)
     used = slice(None) if rows is None else rows
     table: list[dict[str, Any]] = []
     steady: dict[str, int] = {}
@@ -217,7 +232,7 @@ def prediction_quality(
     progress: bool = True,
 ) -> pd.DataFrame:
     """Precision@1, 5, 10 and surprisal of ``mat`` and ``id`` at every layer (paper A, 4.1)."""
-    _warn_of_same_sentences(maps.provenance, validation.provenance, "The maps", parts=False)
+    warn_of_overlap([maps.provenance], validation.at_rows, "The maps")
     if not methods:
         raise InputError("methods must have mat, id, or both.")
     lenses = map_lenses(readout, maps, validation)
@@ -300,10 +315,10 @@ def evaluate_lenses(
     """
     if against is not None and against not in lenses:
         raise InputError(f"against must be one of {short(list(lenses))}, got {short(against)}.")
+    if seconds is not None and set(seconds) != set(lenses):
+        raise InputError(f"seconds must be of {short(list(lenses))}, got those of {short(list(seconds))}.")
     wanted = shared_layers(lenses, validation, layers)
-    fitted = [lens.provenance for lens in lenses.values() if lens.n_samples]
-    if fitted:
-        _warn_of_same_sentences(fitted[0], validation.provenance, "The lenses", parts=False)
+    warn_of_overlap([lens.provenance for lens in lenses.values()], validation.at_rows, "The lenses")
     samples: dict[str, Any] = {"r2": slice(None)}
     if sinks is not None:
         check_rows(~sinks, validation.n_rows, "~sinks", min=2)
@@ -359,16 +374,3 @@ def shared_layers(
             f"with the last one, got {short(sorted(wanted))}."
         )
     return sorted(wanted)
-
-
-def _warn_of_same_sentences(fitted: Provenance, validation: Provenance, what: str, *, parts: bool) -> None:
-    """Warn of maps evaluated on their training sentences; with ``parts``, on some of the samples."""
-    if parts and "rows" in fitted.details:
-        return
-    texts = (fitted.data or {}).get("corpus_fingerprint"), (validation.data or {}).get("corpus_fingerprint")
-    same_texts = texts[0] is not None and texts[0] == texts[1]
-    if same_texts or (fitted.examples is not None and fitted.examples == validation.examples):
-        warn(
-            f"{what} were fitted on the sentences of {validation.corpus} that they are evaluated on, so r2 "
-            "and predictions are better than on new text. Use other sentences, see Corpus.split."
-        )

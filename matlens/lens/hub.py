@@ -20,7 +20,7 @@ from matlens.errors import InputError, printable, short
 from matlens.io.artifact import CONFIG
 from matlens.io.cards import render_card
 from matlens.io.repository import PATIENCE, HubRepository
-from matlens.io.tables import COLUMNS, check_columns
+from matlens.io.tables import COLUMNS, check_columns, check_one
 from matlens.lens.files import read_jacobian_lens, read_lens, write_lens
 from matlens.lens.maps import LensMaps
 
@@ -145,6 +145,9 @@ def repository_card(name: str, folders: Sequence[str]) -> str:
 def lens_card(lens: LensMaps, results: pd.DataFrame | None) -> str:
     """README of one lens: its training data, and its quality at each layer."""
     provenance = lens.provenance
+    name = bare(provenance.identity.name)
+    if results is not None and {*map(bare, map(str, results["model"]))} - {name}:
+        raise InputError(f"The table must be of {name}, the model of the lens, got one of another model.")
     values = {
         "lens": lens, "provenance": provenance, "identity": provenance.identity,
         "data": provenance.data or {}, "details": provenance.details,
@@ -159,6 +162,7 @@ def lens_card(lens: LensMaps, results: pd.DataFrame | None) -> str:
 def quality_of(method: str, results: pd.DataFrame) -> pd.DataFrame:
     """Measures of a lens, a row per layer, from a table such as that of `lens.evaluate_lenses`."""
     check_columns(results, COLUMNS, what="the table of lens.evaluate_lenses or lens.prediction_quality")
+    check_one(results)
     rows = results[(results["method"] == method) & results["layer"].notna() & results["value"].notna()]
     if "against" in rows:
         rows = rows[rows["against"].isna() | (rows["against"].astype(str) == "")]

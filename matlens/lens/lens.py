@@ -65,6 +65,11 @@ class Lens(LensMaps):
     readout: Readout | None = field(default=None, repr=False)
     model: Any = field(default=None, repr=False)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.readout is not None:
+            self.readout.check_same(self.provenance, theirs="the lens")
+
     def __repr__(self) -> str:
         identity, layers = self.provenance.identity, self.layers
         read = f"layers {layers[0]} to {layers[-1]} of {identity.n_layers}"

@@ -85,6 +85,8 @@ class LensMaps:
                     f"The map of layer {layer} is {linear.shape}, and the model has {identity.d_model} "
                     "dimensions. Is it of another model?"
                 )
+        if unknown := sorted(set(self.scales) - set(self.maps)):
+            raise InputError(f"scales must be of layers {short(list(self.maps))}, got {unknown}.")
         maps = dict(sorted(self.maps.items()))
         if self.norm is not None:  # such a map must not be patched in without the norm
             maps = {

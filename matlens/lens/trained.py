@@ -20,6 +20,8 @@ from torch import Tensor
 from matlens import parallel
 from matlens.activations.activations import Activations
 from matlens.data.corpus import Corpus
+from matlens.data.making import make_examples
+from matlens.data.overlap import fitted_on
 from matlens.errors import InputError
 from matlens.lens.closed_forms import fit_closed_forms
 from matlens.lens.config import ENTRY_POINTS, LensConfig
@@ -257,7 +259,7 @@ def fit_on_vectors(
 
     Several processes each train some of the layers.
     """
-    details = {"method": name, "n_fitted": vectors.n_rows, "seed": seed}
+    details = {"method": name, "n_fitted": vectors.n_rows, "seed": seed, **fitted_on(vectors.examples)}
     provenance = vectors.provenance.with_details(**details)
     if name not in TRAINED:
         (entry,) = entry_points(group=ENTRY_POINTS, name=name)
@@ -353,7 +355,7 @@ def fit_jacobian(
         data={"corpus": corpus.name, "n": n_fitted},
         details={
             "method": "jacobian", "n_fitted": n_fitted, "n_tokens": sum(length for _, length in long),
-            "longest": longest, "skip": skip,
+            "longest": longest, "skip": skip, **fitted_on(make_examples(model, [text for text, _ in long])),
         },
     )  # fmt: skip
     maps = {

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from matlens import parallel
 from matlens.activations.activations import Activations, Rows
+from matlens.data.overlap import fitted_on
 from matlens.errors import InputError, NonNegative, check_rows, checked
 from matlens.linear.least_squares import LeastSquares, check_weights, warn_if_few
 from matlens.linear.maps import LinearMap
@@ -153,7 +154,8 @@ def fit_samples(
     options = {"intercept": intercept, "ridge": ridge, **selection.details}
     parallel.check_same([samples.provenance.to_json(), named, samples.n_rows, options], "fitting")
     n_fitted = samples.n_rows if selection.mask is None else int(selection.mask.sum())
-    provenance = samples.provenance.with_details(**options, n_fitted=n_fitted)
+    record = fitted_on(samples.at_rows, selection.mask)
+    provenance = samples.provenance.with_details(**options, **record, n_fitted=n_fitted)
     widest = max(widths[source] for source, _ in named)
     size = chunk_size(widest)
 
@@ -234,6 +236,8 @@ def fit_stream(
     n = fits[0].n
     if provenance is None and origin is not None:
         options = {"intercept": intercept, "ridge": ridge, **selection.details}
+        if isinstance(first, Rows) and first.examples is not None:
+            options |= fitted_on(first.examples, selection.mask)
         provenance = origin.with_details(**options, n_fitted=n)
     for fit in fits:
         maps = fit.solve(intercept=intercept, ridge=ridge, provenance=provenance)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from matlens import parallel
 from matlens.activations.activations import Activations
+from matlens.data.overlap import fitted_on_any
 from matlens.errors import InputError, NonNegative, checked
 from matlens.io.artifact import Artifact
 from matlens.linear.fitting import fit_samples, fitting_bar
@@ -181,6 +182,7 @@ def _common(provenances: Sequence[Provenance]) -> Provenance:
     known = [provenance for provenance in provenances if provenance.model is not None] or provenances
     parts = [provenance.to_json() for provenance in known]
     common = {key: part for key, part in parts[0].items() if all(other.get(key) == part for other in parts)}
+    common |= fitted_on_any(known)
     return replace(
         Provenance.from_json(common),
         model=known[0].model,

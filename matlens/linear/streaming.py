@@ -18,6 +18,7 @@ from matlens import parallel
 from matlens.activations.activations import Positions
 from matlens.activations.collecting import Rows, batch_counts, default_batch_tokens, provenance_of, stream
 from matlens.data.examples import Examples
+from matlens.data.overlap import fitted_on
 from matlens.errors import InputError, NonNegative, PositiveInt, checked
 from matlens.io.artifact import Artifact
 from matlens.io.rows import consecutive
@@ -154,6 +155,7 @@ def stream_least_squares(
         raise InputError(f"part must be one of {of}, such as (1, {of}), got {part}.")
     requested, widths = pairs_and_widths(model, pairs)
     provenance = provenance_of(model, ModelLayout.from_model(model), examples, positions, widths)
+    provenance = provenance.with_details(**fitted_on(examples))
     norms = are_few(examples.at_positions(positions).n_positions, model.cfg.d_model)
     own = examples
     if of > 1:

@@ -25,6 +25,7 @@ from matlens import metrics, parallel
 from matlens.activations.collecting import collect, stream
 from matlens.activations.sinks import find_sinks
 from matlens.data.examples import Examples
+from matlens.data.overlap import fitted_on, warn_of_overlap
 from matlens.errors import InputError, PositiveInt, checked
 from matlens.ffn.perplexity import TextLosses, warn_of_few
 from matlens.io.artifact import Artifact
@@ -96,6 +97,7 @@ def linearity_atlas(
     warn_of_few(len(evaluated))
     readout = Readout(model)
     provenance = Provenance.from_model(model, data=fitted.provenance, examples=fitted.fingerprint)
+    warn_of_overlap([provenance.with_details(**fitted_on(fitted))], evaluated, "The maps")
     request = {
         "provenance": provenance.to_json(),
         "hook_run": hook_run(model),

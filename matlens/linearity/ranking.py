@@ -12,7 +12,7 @@ import pandas as pd
 from scipy import stats
 
 from matlens.errors import Between, Seed, checked
-from matlens.io.tables import result_row, result_table
+from matlens.io.tables import check_one, result_row, result_table
 from matlens.linearity.scores import LINEAR
 from matlens.metrics import Estimate
 
@@ -61,6 +61,7 @@ def rank_correlations(
     rank as the worst. Rows of other scores can be added to the table of `linearity_atlas`, with the method
     ``map``.
     """
+    check_one(table)
     single = table[~table["kind"].str.startswith("together")]
     wide = single.pivot_table(
         index=["kind", "layer", "target", "tokens"], columns=["method", "metric"], values="value", sort=False,

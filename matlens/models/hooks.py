@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from matlens.errors import checked
+from matlens.models.randomness import is_random
 from matlens.models.weights import plain_name
 
 if TYPE_CHECKING:
@@ -141,11 +142,5 @@ def _number(function: Any) -> int:
 
 
 def has_active_dropout(model: TransformerBridge) -> bool:
-    """True if dropout is on, so that every pass gives other vectors."""
-    inner = model.original_model
-    training = [module for _, module in inner.named_modules() if module.training]
-    if any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in training):
-        return True
-    # Attention drops out by a number of the configuration, without a module of its own.
-    settings = inner.config.to_dict() if inner.training else {}
-    return any("drop" in key and isinstance(rate, float) and rate > 0 for key, rate in settings.items())
+    """True if dropout or noise is on in any module, so that the vectors differ at every pass."""
+    return is_random(itertools.chain(model.modules(), model.original_model.modules()))

@@ -18,7 +18,7 @@ from matlens.data.readers import batch_groups, check_own_tokens, reads_whole
 from matlens.errors import InputError, PositiveInt, checked
 from matlens.io.rows import Column, writing_rows
 from matlens.models.hooks import EndOfPass, hook_run, reading
-from matlens.models.identity import ModelIdentity, Provenance
+from matlens.models.identity import ModelIdentity, Provenance, check_raw
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import STREAM, Site
 from matlens.parallel import Bar
@@ -62,6 +62,7 @@ def run_variants(
     default in memory.
     """
     layout = ModelLayout.from_model(model)
+    check_raw(model)
     check_own_tokens(model, examples)
     taken = {*examples.arrays} & {*variants}
     if not variants or taken:

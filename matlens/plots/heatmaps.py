@@ -10,6 +10,7 @@ from matplotlib.colors import LogNorm, Normalize, SymLogNorm
 from matplotlib.figure import Figure
 
 from matlens.drawing import (
+    cells_of,
     draw_cells,
     finish,
     layer_axis,
@@ -21,6 +22,7 @@ from matlens.drawing import (
     write_cells,
 )
 from matlens.errors import InputError, check_choice
+from matlens.io.tables import check_one
 from matlens.models.tokens import visible
 
 _MOST_TOKENS = 60  # tokens side by side; more cannot be read
@@ -43,6 +45,7 @@ def plot_r2(results: pd.DataFrame) -> Figure:
 
     Blue is better than the mean of the target, red is worse; below -1 the red does not deepen.
     """
+    title = title_of(results)
     figure = Figure(figsize=(9.4, 4.1))
     axes = figure.subplots(1, 2, sharey=True)
     everywhere = range(int(results["target"].max()) + 1)
@@ -50,7 +53,7 @@ def plot_r2(results: pd.DataFrame) -> Figure:
         part = results[(results["metric"] == "r2") & (results["method"] == method)]
         if part.empty:
             raise InputError(f"The table must have r2 of {method}, got none.")
-        grid = part.pivot(index="target", columns="layer", values="value")
+        grid = cells_of(part, "target", "layer", "value")
         image = draw_cells(
             ax,
             grid.reindex(index=everywhere, columns=everywhere),
@@ -65,7 +68,7 @@ def plot_r2(results: pd.DataFrame) -> Figure:
     axes[0].set_ylabel(r"target layer $\ell'$")
     bar = figure.colorbar(image, ax=axes, extend="min", shrink=0.9)
     bar.set_label(r"$r^2$, averaged over coordinates")
-    figure.suptitle(title_of(results))
+    figure.suptitle(title)
     return figure
 
 
@@ -77,7 +80,7 @@ def plot_trajectory(table: pd.DataFrame, *, color: str = "probability", title: s
     ``"kl"``, ``"rank"`` or ``"entropy"``; dark is confident.
     """
     check_choice(color, _COLORS, "color")
-    grid = table.pivot(index="layer", columns="position", values=color)
+    grid = cells_of(table, "layer", "position", color)
     predicted = table.pivot(index="layer", columns="position", values="predicted").reindex_like(grid)
     if grid.shape[1] > _MOST_TOKENS:
         raise InputError(
@@ -124,6 +127,7 @@ def plot_atlas(results: pd.DataFrame, correlations: pd.DataFrame) -> Figure:
     loss increase with each part replaced at all tokens, at all but sinks, and removed. Below are two scores
     against it, and their `matlens.linearity.rank_correlations`.
     """
+    check_one(results, correlations)
     single = results[~results["kind"].str.startswith("together")]
     modes = list(single["tokens"].unique())
     titles = {("map", mode): _WAYS.get(mode, literal(mode)) for mode in modes}
@@ -139,7 +143,7 @@ def plot_atlas(results: pd.DataFrame, correlations: pd.DataFrame) -> Figure:
     norm = SymLogNorm(0.01, vmin=0, vmax=10)
     for ax, ((method, mode), title) in zip(above, titles.items(), strict=True):
         part = increases[(increases["method"] == method) & (increases["tokens"] == mode)]
-        cells = part.pivot(index="kind", columns="layer", values="value").reindex(index=kinds, columns=layers)
+        cells = cells_of(part, "kind", "layer", "value").reindex(index=kinds, columns=layers)
         image = draw_cells(ax, cells, cmap="cividis", norm=norm, aspect="auto")
         ax.set_yticks(range(len(kinds)), kinds if ax is above[0] else [""] * len(kinds))
         layer_axis(ax, len(layers) - 1, "block, or the first of a jump")

@@ -14,6 +14,7 @@ from matlens.drawing import (
     LAYER,
     STYLES,
     Look,
+    check_unique,
     draw_line,
     draw_methods,
     finish,
@@ -29,6 +30,7 @@ from matlens.drawing import (
     surprisal_axis,
     title_of,
 )
+from matlens.errors import check_names
 
 _MANY = 8  # methods; the names of more stand on the right
 _REPORT = {
@@ -61,7 +63,11 @@ def plot_layers(
     x, label
         The column of the horizontal axis, and its label.
     """
+    title = title_of(results) if title is None else title
+    check_names(looks or (), results["method"].unique(), "looks")
     looks = looks or method_looks(results["method"])
+    drawn = results["metric"].isin(["precision", "surprisal"]) & results["method"].isin(looks)
+    check_unique(results[drawn], ["method", "metric", "k", x])
     many = len(looks) > _MANY
     figure = Figure(figsize=(12 if many else 9.4, 4))
     left, right = figure.subplots(1, 2)
@@ -78,7 +84,6 @@ def plot_layers(
         ax.set_xlabel(label)
         if x == "layer":
             layer_axis(ax, results["target"].max(), label)
-    title = title_of(results) if title is None else title
     if many:
         return finish(figure, title, columns=1, place="outside right center")
     if len(ks) == 1:
@@ -101,6 +106,7 @@ def plot_report(results: pd.DataFrame) -> Figure:
         The table of `matlens.lens.evaluate_lenses` with seconds.
     """
     plain = results[results["against"].fillna("") == ""]
+    title = title_of(plain[plain["metric"] == "kl"])
     looks = method_looks(plain["method"])
     figure = Figure(figsize=(10.4, 7.0))
     panels = figure.subplot_mosaic([[0, 1, "cost"], [2, 3, "cost"]], width_ratios=[1, 1, 0.6])
@@ -115,7 +121,7 @@ def plot_report(results: pd.DataFrame) -> Figure:
             _spread_axis(ax, rows["value"].to_numpy(dtype=float))
             mark_infinite(ax)
     _draw_costs(panels["cost"], plain[plain["metric"] == "seconds"].set_index("method")["value"], looks)
-    return finish(figure, title_of(plain[plain["metric"] == "kl"]), columns=5)
+    return finish(figure, title, columns=5)
 
 
 def _spread_axis(ax: Axes, values: np.ndarray) -> None:

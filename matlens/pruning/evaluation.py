@@ -14,12 +14,14 @@ from torch import Tensor
 
 from matlens import metrics
 from matlens.data.examples import Examples
+from matlens.data.overlap import sentence_keys, warn_of_overlap
 from matlens.data.readers import check_own_tokens
 from matlens.errors import InputError, PositiveInt, checked
 from matlens.ffn.perplexity import TextLosses, warn_of_few
 from matlens.io.tables import result_row, result_table
 from matlens.metrics import Estimate
 from matlens.models.identity import ModelIdentity
+from matlens.models.randomness import is_random
 from matlens.numerics import in_float64, log_softmax
 from matlens.parallel import Bar
 from matlens.pruning.layouts import full_windows, plain_copy
@@ -63,6 +65,7 @@ def compare_pruned(
     check_made_of(pruned, model)
     check_own_tokens(model, windows)
     warn_of_few(len(full_windows(windows)))
+    warn_of_overlap([pruned.provenance], windows, "The pruned model's matrices")
     original = read_text(plain_copy(model), windows, desc="original model", progress=progress)
     shorter = read_text(pruned.model, windows, desc="pruned model", progress=progress)
     estimates = [("original", "perplexity", original.losses.perplexity())]
@@ -104,6 +107,8 @@ def evaluation_tokens(windows: Examples) -> Int[Tensor, "n length"]:
 @torch.inference_mode()
 def read_text(model: Any, windows: Examples, *, desc: str = "reading", progress: bool = True) -> ReadText:
     """Losses and top tokens of a plain model on the full windows of a text, two or more."""
+    if is_random(model.modules()):
+        raise InputError("model must be in eval mode, got training mode with dropout. Call model.eval().")
     tokens = evaluation_tokens(windows)
     losses, top = [], []
     with Bar(total=len(tokens), desc=desc, unit="window", disable=not progress) as bar:
@@ -119,7 +124,9 @@ def read_text(model: Any, windows: Examples, *, desc: str = "reading", progress:
             top.append(log_p.argmax(-1).cpu())
             bar.update(len(part))
     total = torch.cat(losses).numpy()
-    return ReadText(TextLosses(total, np.full(len(total), tokens.shape[1] - 1)), torch.cat(top))
+    texts = sentence_keys(windows)[windows.lengths == tokens.shape[1]]
+    losses_of = TextLosses(total, np.full(len(total), tokens.shape[1] - 1), texts)
+    return ReadText(losses_of, torch.cat(top))
 
 
 class Timed(NamedTuple):

@@ -12,6 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
 from matlens.data.examples import Examples
+from matlens.data.overlap import fitted_on
 from matlens.data.readers import check_decoder, check_own_tokens
 from matlens.errors import Between, InputError, NonNegative, Seed, checked, short
 from matlens.models.checkpoints import naming
@@ -146,6 +147,8 @@ def prune(
     if heal:
         healed = calibration.heal(made, removed, method, heal, seed=seed, progress=progress)
         details["healed"] = {**healed._asdict(), "seed": seed}
+    if method != "out" or details["choice"] != "given":  # else the text decides nothing
+        details |= fitted_on(windows)
     return Pruned(made, model.tokenizer, removed, method, calibration.provenance.with_details(**details))
 
 
@@ -190,6 +193,7 @@ def prune_attention(
     provenance = calibration.provenance.with_details(
         removed_attention=list(layers), method=method, penalty=penalty,
         n_tokens=streams.tokens.numel(), choice="loss" if isinstance(requested, int) else "given",
+        **({} if method == "out" and layers is requested else fitted_on(windows)),
     )  # fmt: skip
     return Pruned(made, model.tokenizer, (), method, provenance, layers)
 

@@ -35,7 +35,10 @@ def save_pruned(pruned: Pruned, folder: str | Path, table: pd.DataFrame | None =
     The card has the rows of ``table``, of `compare_pruned`, `compare_costs`, or both.
     """
     if table is not None:
-        check_columns(table, ("corpus", "method", "metric", "value"), what="the table")
+        check_columns(table, ("model", "corpus", "method", "metric", "value"), what="the table")
+        name = pruned.provenance.identity.name
+        if {*map(str, table["model"])} != {name}:
+            raise InputError(f"The table must be of {name}, which was pruned, got one of another model.")
     folder = Path(os.path.realpath(folder))  # of a link its target is replaced
     check_new(folder)
     place = folder.with_name(f".{folder.name}.partial")  # that of a killed call is used again

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import torch
 
 from matlens import parallel, plots
 from matlens.activations.activations import Activations
+from matlens.data.overlap import FITTED_ON, OverlapWarning, fitted_on
 from matlens.errors import InputError, NonNegative, checked
 from matlens.io.artifact import is_finished, make_config, software_versions
 from matlens.io.files import checksummed, content_hash, describe_file, read_json, write_files
@@ -86,6 +88,8 @@ def fit_maps(
     few, penalty = are_few(n, width), ridge
     if penalty is None:
         penalty = typical_penalty(samples, (source for source, _ in requested)) if few else 0.0
+    if isinstance(samples, Activations):  # statistics have theirs
+        provenance = provenance.with_details(**fitted_on(samples.examples))
     origin = provenance.with_details(n_samples=n, intercept=intercept, ridge=penalty)
 
     def fit(missing: list[tuple[str, str]]) -> Iterable[LinearMap]:
@@ -152,7 +156,9 @@ def evaluate_maps(
     parts = [fit_quality(maps, validation, progress=progress)]
     last = str(ModelLayout.from_model(model).stream[-1])
     if stack_of(model) != ENCODER and any(target == last for _, target in maps):
-        parts.append(prediction_quality(Readout(model), maps, validation, progress=progress))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", OverlapWarning)  # fit_quality has warned
+            parts.append(prediction_quality(Readout(model), maps, validation, progress=progress))
     results = pd.concat([part.astype({"k": "Int64"}) for part in parts], ignore_index=True)
     origin = origin_of(maps, validation, results)
     write_results(folder, RESULTS, results, origin | {"evaluation": evaluation})
@@ -196,7 +202,7 @@ def _check_fitted_here(maps: MapSet, folder: Path) -> None:
 @checked
 def origin_of(maps: MapSet, validation: Activations, results: pd.DataFrame | None = None) -> dict[str, Any]:
     """Training samples of maps, whether they are sufficient, and the validation samples."""
-    fit = maps.provenance.to_json()
+    fit = {key: part for key, part in maps.provenance.to_json().items() if key != FITTED_ON}
     validated = validation.provenance.to_json("data")["data"]
     return {"maps": fit, "note": _note_on_samples(fit, results), "validation": validated}
 

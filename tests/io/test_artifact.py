@@ -16,7 +16,7 @@ from conftest import make_sentences, tree
 from several import run_ranks
 
 import matlens
-from matlens import InputError, ffn
+from matlens import InputError, ffn, verify
 from matlens.activations import Activations
 from matlens.data import make_windows
 from matlens.explorer import value_pages, write_value_pages
@@ -211,6 +211,60 @@ def test_nothing_is_written_through_a_link(tmp_path):
     with pytest.raises(OSError, match="lock"), Artifact.writing(tmp_path / "a", "maps", {}):
         pass
     assert (tmp_path / "mine").read_text() == "mine"
+
+
+def finished(folder: Path) -> Path:
+    with Artifact.writing(folder, "maps", {}) as artifact:
+        artifact.write("0", {"x": torch.ones(3)})
+        artifact.finish()
+    return folder
+
+
+def assert_outside(folder: Path) -> None:
+    """Reading and verifying an artifact both notice a file outside of its folder."""
+    with pytest.raises(InputError, match="elsewhere"):
+        Artifact.open(folder, "maps").read("0", "x")
+    (verdict,) = verify(folder)
+    assert "elsewhere" in str(verdict.damage)
+
+
+@pytest.mark.parametrize("name", ["0.safetensors", "config.json"])
+def test_a_link_out_of_an_artifact_is_refused(name, tmp_path):
+    folder = finished(tmp_path / "a")
+    (folder / name).rename(tmp_path / name)
+    (folder / name).symlink_to(Path("..", name))  # the very bytes that were written
+    assert_outside(folder)
+
+
+@pytest.mark.parametrize("name", ["../0.safetensors", "deep/../../0.safetensors", "{}/0.safetensors"])
+def test_a_name_out_of_an_artifact_is_refused(name, tmp_path):
+    folder = finished(tmp_path / "a")
+    (folder / "0.safetensors").rename(tmp_path / "0.safetensors")
+    name, config = name.format(tmp_path), json.loads((folder / "config.json").read_text())
+    config["files"] = {name: config["files"]["0.safetensors"]}
+    del config["digest"]
+    (folder / "config.json").write_text(json.dumps(checksummed(config)))
+    assert_outside(folder)
+    for way in (Artifact(folder, config).tensors, Artifact(folder, config).read_json):
+        with pytest.raises(InputError, match="elsewhere"):
+            way(name.removesuffix(".safetensors"))
+
+
+def test_links_within_an_artifact_and_of_the_hubs_cache_are_read(tmp_path):
+    folder = finished(tmp_path / "repository" / "snapshots" / "0" / "lens")
+    blobs = tmp_path / "repository" / "blobs"
+    blobs.mkdir()
+    for path in list(folder.iterdir()):
+        path.rename(blobs / path.name)
+        path.symlink_to(Path("../../../blobs", path.name))
+    (tmp_path / "link").symlink_to(folder)
+    for place in (folder, tmp_path / "link"):
+        assert Artifact.open(place, "maps").read("0", "x").tolist() == [1, 1, 1]
+    (tmp_path / "here").mkdir()
+    within = finished(tmp_path / "here" / "a")
+    (within / "0.safetensors").rename(within / "other")
+    (within / "0.safetensors").symlink_to("other")
+    assert Artifact.open(within, "maps").read("0", "x").tolist() == [1, 1, 1]
 
 
 def write_and_raise(folder: Path, error: BaseException) -> None:
