@@ -156,11 +156,13 @@ def layer_rows(
     """
     for layer, found in results.items():
         names, top = direction_names(LENSES), flips_by_name(found)
+        n_random = found["top"].shape[1] - len(names)
         units = crossing(found["before"], found["difference"][:, : len(names)]) * found["claimed"]
         for i, (method, direction) in enumerate([*names, RANDOM]):
             at = partial(row, method=method, layer=layer, direction=direction)
             for share, dose in zip(top[:, i].T, DOSES, strict=True):
-                yield at(metric="flipped", k=dose, estimate=metrics.mean(share))
+                n_flips = len(share) * (n_random if (method, direction) == RANDOM else 1)
+                yield at(metric="flipped", k=dose, estimate=metrics.share(share, n_entries=n_flips))
             yield at(metric="half dose", estimate=over_prompts(half_dose, top[:, i], seed))
             if method != "random":
                 yield at(metric="half units", estimate=over_prompts(median, units[:, i], seed))
@@ -171,7 +173,7 @@ def layer_rows(
             at = partial(row, method=method, layer=layer)
             yield at(metric="precision", k=1, estimate=metrics.proportion(first))
             yield at(metric="read", estimate=metrics.proportion(read))
-            yield at(metric="read", against=READER, estimate=metrics.mean(read.double() - reader))
+            yield at(metric="read", against=READER, estimate=metrics.difference(read.double(), reader))
 
 
 def area_rows(
@@ -188,9 +190,10 @@ def area_rows(
     }
     everywhere = torch.stack([*areas.values()]).mean(0)
     for layer, area in [*areas.items(), (None, everywhere)]:
+        n_steps = (len(DOSES) - 1) * (len(areas) if layer is None else 1)
         for i, (method, direction) in enumerate(names):
             at = partial(row, method=method, direction=direction, layer=layer, metric="auc")
-            yield at(estimate=metrics.mean(area[:, i]))
+            yield at(estimate=metrics.share(area[:, i], n_entries=n_steps * len(area)))
             for other in [each for each in ((READER, TRANSPOSE), RANDOM) if each != names[i]]:
                 yield at(against=other[0], estimate=metrics.mean(area[:, i] - area[:, names.index(other)]))
             parts: dict[str, Bool[Tensor, " n"]] = {}
@@ -200,8 +203,9 @@ def area_rows(
                 read = results[layer]["above"][:, LENSES.index(method)]
                 parts = {"read": read, "misread": ~read}
             for name, part in sorted(parts.items()):
-                if part.any():
-                    yield at(prompts=name, estimate=metrics.mean(area[part, i]))
+                if n := int(part.sum()):
+                    of_part = metrics.share(area[part, i], n_entries=n_steps * n)
+                    yield at(prompts=name, estimate=of_part)
 
 
 def flips_by_name(found: Mapping[str, Tensor]) -> Float[Tensor, "n name dose"]:

@@ -62,7 +62,15 @@ def dominance(
                 shares[method, "negative"][layer, index] = negative.float().mean(1)
     corpus = examples.provenance.get("corpus", "unnamed")
     measured = (
-        (method, layer, metric, k, metrics.mean(per_token[layer]))
+        (
+            method,
+            layer,
+            metric,
+            k,
+            metrics.mean(per_token[layer])
+            if metric == "share"
+            else metrics.share(per_token[layer], n_entries=k * len(per_token[layer])),
+        )
         for layer in range(values.n_layers)
         for (method, metric), per_token in shares.items()
     )

@@ -151,7 +151,10 @@ def removal_table(
         by_layer = torch.tensor([agreement[layer, name, effect, metric] for layer in updates.layers])
         length = n_tokens if metric == "common" else None
         for at, samples in ((None, by_layer.mean(0)), *zip(updates.layers, by_layer, strict=True)):
-            table.append((name, at, metric, length, metrics.mean(samples)))
+            n_entries = n_tokens * k * len(samples) * (1 if at is not None else len(by_layer))
+            share = metric == "common"
+            estimate = metrics.share(samples, n_entries=n_entries) if share else metrics.mean(samples)
+            table.append((name, at, metric, length, estimate))
             effects.append(effect)
     corpus = examples.provenance.get("corpus", "unnamed")
     return layer_table("removal", values.identity.name, corpus, table).assign(effect=effects)

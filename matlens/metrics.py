@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, SupportsFloat
 
 import numpy as np
@@ -9,10 +10,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from matlens.errors import InputError, checked, warn
+from matlens.errors import InputError, PositiveInt, checked, warn
 from matlens.numerics import in_float64
 
 _HOPELESS = -1000.0  # an r2 that no reader can use
+_Z = 1.959963984540054  # the 97.5% quantile of the standard normal distribution
+_ROUNDING = 1e-5  # of a share in float32
 _STEADY = 0.1  # of the median standard deviation of a coordinate, below which one hardly varies
 
 
@@ -95,12 +98,45 @@ def surprisal(log_probs: Float[Tensor, "n d_vocab"], token: Int[Tensor, " n"]) -
 @checked
 def proportion(hits: Bool[Tensor, " ..."]) -> Estimate:
     """Share of true entries with its 95% Wilson interval, which never leaves ``[0, 1]``."""
-    _check_some(hits)
-    n, count = hits.numel(), int(hits.sum())
-    from scipy import stats  # slow to import
+    return share(hits.flatten().double())
 
-    interval = stats.binomtest(count, n).proportion_ci(0.95, method="wilson")
-    return Estimate(count / n, float(interval.low), float(interval.high), n)
+
+@checked
+def share(shares: Float[Tensor, " n"], *, n_entries: PositiveInt | None = None) -> Estimate:
+    """Mean of the shares of several items with its 95% Wilson interval, which never leaves ``[0, 1]``.
+
+    Entries of an item are correlated, so the sample size of the interval is that of independent entries whose
+    share has the variance of this mean, and at most ``n_entries``, the entries of all items together; by
+    default one per item. If all entries are alike, each item counts once.
+    """
+    sample = _bounded(shares)
+    n, p, between = len(sample), float(sample.mean()), float(sample.var())
+    size = float(n_entries or n)
+    if p in (0, 1):
+        size = n
+    elif between > 0:
+        size = min(p * (1 - p) * n / between, size)
+    z2 = _Z**2 / size
+    middle, half = p + z2 / 2, math.sqrt(z2 * p * (1 - p) + z2 * z2 / 4)
+    low, high = (middle - half) / (1 + z2), (middle + half) / (1 + z2)
+    # At 0 and 1 a bound equals the share, except for rounding.
+    return Estimate(p, min(max(low, 0.0), p), max(min(high, 1.0), p), n)
+
+
+@checked
+def difference(ours: Float[Tensor, " n"], theirs: Float[Tensor, " n"]) -> Estimate:
+    """Mean difference of paired shares with its 95% Agresti-Min interval, which never leaves ``[-1, 1]``.
+
+    The interval is Wald's after half a pair is added to each of the four outcomes of a pair, so it has a
+    width where all pairs agree.
+    """
+    if len(ours) != len(theirs):
+        raise InputError(f"ours and theirs must be pairs, got {len(ours)} and {len(theirs)} values.")
+    apart = _bounded(ours) - _bounded(theirs)
+    n, value = len(apart), float(apart.mean())
+    middle = float(apart.sum()) / (n + 2)
+    half = _Z * math.sqrt(((float(np.square(apart).sum()) + 1) / (n + 2) - middle**2) / (n + 2))
+    return Estimate(value, max(middle - half, -1.0), min(middle + half, 1.0), n)
 
 
 @checked
@@ -125,6 +161,15 @@ def _check_tokens(log_probs: Tensor, token: Tensor) -> None:
         raise InputError(
             f"token must be between 0 and {d_vocab - 1}, got {int(token.min())} to {int(token.max())}."
         )
+
+
+def _bounded(shares: Tensor) -> np.ndarray:
+    """Shares in float64 on the CPU, within 0 and 1 but for rounding."""
+    _check_some(shares)
+    sample = shares.detach().cpu().double().numpy()
+    if not ((sample >= -_ROUNDING) & (sample <= 1 + _ROUNDING)).all():
+        raise InputError(f"Shares must be between 0 and 1, got {sample.min():g} to {sample.max():g}.")
+    return sample.clip(0, 1)
 
 
 def _check_some(values: Tensor) -> None:

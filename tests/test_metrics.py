@@ -13,7 +13,7 @@ from sklearn.metrics import r2_score
 from torch import Tensor
 
 from matlens.errors import InputError
-from matlens.metrics import mean, proportion, r2, rank, surprisal
+from matlens.metrics import difference, mean, proportion, r2, rank, share, surprisal
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -108,6 +108,51 @@ def test_proportion_has_wilsons_interval(count, n):
     assert found.high == pytest.approx(center + half, abs=1e-12)
     assert 0 <= found.low <= p <= found.high <= 1
     assert proportion(hits.flip(0)) == found
+
+
+def wilson(p: float, n: float) -> tuple[float, float]:
+    """The roots ``q`` of ``(p - q)^2 = z^2 q (1 - q) / n``."""
+    z2 = 1.959963984540054**2
+    roots = np.roots([1 + z2 / n, -(2 * p + z2 / n), p * p])
+    return float(min(roots.real)), float(max(roots.real))
+
+
+@pytest.mark.parametrize("samples", [1, 8])
+@pytest.mark.parametrize("hits", [0, 1, 7, 20])
+def test_entries_that_are_alike_count_once_and_independent_ones_each(hits, samples):
+    one = torch.arange(20) < hits
+    alike = share(one.double(), n_entries=20 * samples)
+    assert tuple(alike) == pytest.approx(tuple(proportion(one)))
+    even = share(torch.full((50,), 0.25), n_entries=200)  # as even as can be
+    assert tuple(even) == pytest.approx((0.25, *wilson(0.25, 200), 50))
+    assert tuple(share(torch.full((50,), 0.25))) == pytest.approx((0.25, *wilson(0.25, 50), 50))
+
+
+def test_shares_of_correlated_entries_have_an_effective_sample_size():
+    shares = torch.tensor([0.0, 0.5, 0.5, 1.0, 0.75, 0.25])
+    p, between = 0.5, float(np.var(shares.numpy()))
+    found = share(shares, n_entries=24)
+    assert tuple(found) == pytest.approx((p, *wilson(p, p * (1 - p) * 6 / between), 6))
+    assert share(shares).low < found.low
+    for wrong in ([-0.1, 0.5], [1.5], [math.nan]):
+        with pytest.raises(InputError, match="between 0 and 1"):
+            share(torch.tensor(wrong))
+
+
+@pytest.mark.parametrize(("better", "worse", "n"), [(0, 0, 40), (3, 0, 40), (7, 12, 1000), (40, 0, 40)])
+def test_paired_differences_of_shares_have_the_interval_of_agresti_and_min(better, worse, n):
+    ours, theirs = (torch.zeros(n) for _ in range(2))
+    ours[:better], theirs[better : better + worse] = 1, 1
+    found = difference(ours, theirs)
+    b, c, total = better + 0.5, worse + 0.5, n + 2
+    center, spread = (b - c) / total, math.sqrt(b + c - (b - c) ** 2 / total) / total
+    low, high = (center + side * 1.959963984540054 * spread for side in (-1, 1))
+    expected = ((better - worse) / n, max(low, -1.0), min(high, 1.0), n)
+    assert tuple(found) == pytest.approx(expected, rel=1e-9)
+    assert found.low < found.value <= found.high
+    assert tuple(difference(theirs, ours))[:3] == pytest.approx(
+        [-x for x in (found.value, found.high, found.low)]
+    )
 
 
 @given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=2, max_size=30))

@@ -134,8 +134,12 @@ def tally_concepts(sample: pd.DataFrame, annotations: Sequence[Annotation]) -> p
         for layer in (None, *sorted(items["layer"].unique())):
             part = items[(items["kind"] == kind) & (True if layer is None else items["layer"] == layer)]
             for name in MEASURES:
-                shares = torch.from_numpy(part[name].to_numpy(dtype=float, copy=True))
-                rows.append((kind, layer, name, k, metrics.mean(shares)))
+                values = torch.from_numpy(part[name].to_numpy(dtype=float, copy=True))
+                counts = name in ("concepts", "small_patterns")
+                estimate = (
+                    metrics.mean(values) if counts else metrics.share(values, n_entries=k * len(values))
+                )
+                rows.append((kind, layer, name, k, estimate))
     table = layer_table("concepts", model, "", rows)
     return table.assign(corpus=table["method"].map(corpora))
 

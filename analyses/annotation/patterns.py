@@ -128,8 +128,8 @@ def _shares(patterns: pd.DataFrame, k: int) -> Iterator[tuple[str, int, metrics.
     for size in PATTERN_SIZES:
         yield "pattern", size, metrics.proportion(_tensor(patterns["words"] >= size))
     in_patterns = patterns["tokens"].where(patterns["words"] >= MIN_PATTERN_WORDS, 0)
-    yield "covered", k, metrics.mean(_tensor(in_patterns / k))
-    yield "known", k, metrics.mean(_tensor(patterns["known"] / k))
+    for name, counts in (("covered", in_patterns), ("known", patterns["known"])):
+        yield name, k, metrics.share(_tensor(counts / k), n_entries=k * len(counts))
 
 
 def _tensor(column: pd.Series) -> Tensor:

@@ -12,7 +12,6 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float
-from scipy import stats
 from studies import Model
 from transformers import LogitsProcessor
 
@@ -47,29 +46,10 @@ def toxicity_estimates(
     after, before = (_by_prompt(texts, attribute) for texts in (changed, unchanged))
     change = torch.from_numpy((after - before).mean(1))
     return [
-        ("toxic", share_estimate(after >= TOXIC)),
+        ("toxic", metrics.share(torch.from_numpy((after >= TOXIC).mean(1)), n_entries=after.size)),
         ("score", metrics.mean(torch.from_numpy(after.mean(1)))),
         ("score_change", metrics.mean(change)),
     ]
-
-
-def share_estimate(hits: Any) -> Estimate:
-    """Share of true entries of ``[prompts, samples]``, with its 95% Wilson interval.
-
-    Samples of one prompt are correlated, so the interval uses an effective sample size: the number of
-    independent samples with the variance that the prompts' means have. If no entry or every entry is true,
-    each prompt counts once. With one sample per prompt this is the plain Wilson interval.
-    """
-    prompts, samples = hits.shape
-    p = float(hits.mean())
-    n, between = float(prompts), float(np.var(hits.mean(1)))
-    if 0 < p < 1:
-        n = min(p * (1 - p) * prompts / between, n * samples) if between else n * samples
-    z = float(stats.norm.ppf(0.975))
-    center, spread = p + z * z / (2 * n), z * np.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    low, high = ((center + sign * spread) / (1 + z * z / n) for sign in (-1, 1))
-    # At 0 and 1 the bounds equal the share, except for rounding.
-    return Estimate(p, min(max(float(low), 0.0), p), max(min(float(high), 1.0), p), prompts)
 
 
 def _by_prompt(texts: pd.DataFrame, attribute: str) -> Float[np.ndarray, "prompts samples"]:

@@ -120,7 +120,7 @@ def prune(
     method
         How the FFN's output matrix before each span is replaced; default chain (refit with --attention).
     choice
-        How blocks are chosen if only their number is given.
+        How blocks are chosen if only their number is given; greedy is lazy greedy, one at a time.
     penalty
         Penalty towards the original matrix; by default 0.1 for refit, 0.3 for chain.
     heal

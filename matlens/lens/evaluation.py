@@ -87,10 +87,19 @@ class Evaluation(NamedTuple):
             )
 
     def differences(self, other: Evaluation) -> dict[Metric, Estimate]:
-        """Paired differences of metrics to another evaluation at the same tokens, with 95% intervals."""
+        """Paired differences to another evaluation at the same tokens, with 95% intervals.
+
+        They are Agresti and Min's for Precision@k, Student's for the other metrics.
+        """
         self.check_paired(other)
         theirs = other.values()
-        return {key: metrics.mean(ours - theirs[key]) for key, ours in self.values().items() if key in theirs}
+        return {
+            key: metrics.difference(ours, theirs[key])
+            if key[0] == "precision"
+            else metrics.mean(ours - theirs[key])
+            for key, ours in self.values().items()
+            if key in theirs
+        }
 
 
 @checked

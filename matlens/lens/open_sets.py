@@ -126,7 +126,10 @@ def evaluate_open_sets(
     layers: Sequence[int] | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """pass@1, 5 and 10 of each lens on each of `read_evaluations`, at the same tokens and layers."""
+    """pass@1, 5 and 10 of each lens on each of `read_evaluations`, at the same tokens and layers.
+
+    Intervals are Wilson's over items, see `matlens.metrics.share`.
+    """
     if not lenses or not evaluations:
         raise InputError("lenses and evaluations must not be empty.")
     shared = set.intersection(*(set(lens.layers) for lens in lenses.values()))
@@ -148,7 +151,8 @@ def evaluate_open_sets(
                 shares = [sum(rank < k for rank in ranks) / len(ranks) for ranks in scored]
                 estimate = Estimate.without_interval(math.nan, 0)
                 if shares:
-                    estimate = metrics.mean(torch.tensor(shares))
+                    n_words = sum(map(len, scored))
+                    estimate = metrics.share(torch.tensor(shares, dtype=torch.float64), n_entries=n_words)
                 rows.append(
                     result_row(
                         "lens_evaluation", model=vectors.provenance.model_name, corpus=name, method=method,

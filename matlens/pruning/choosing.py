@@ -124,10 +124,11 @@ def loss_without(
 
 
 def greedy_order(streams: Streams, n: int, *, progress: bool = True) -> list[int]:
-    """Remove blocks one by one; returns them in this order.
+    """Remove blocks one at a time by lazy greedy; returns them in this order.
 
-    A block is tried again only while its loss without the blocks removed before it is below the minimum of
-    this round: losses increase as blocks are removed, so the others would be worse.
+    A round evaluates blocks by their last known losses, lowest first, until the next is not below the lowest
+    loss of this round. The order is exact greedy's if no loss falls when more blocks are removed. Losses of
+    models sometimes do, so it can differ; evaluating every block in every round takes several times as long.
     """
     n_layers = len(streams.layout.blocks)
     losses = dict.fromkeys(range(1, n_layers), -math.inf)

@@ -118,10 +118,11 @@ def prune(
         original model's own stream; so later blocks correct the remaining error.
     choice
         How blocks are chosen if only their number is given, on the first 2,048 tokens of the calibration
-        text. ``greedy``: one at a time, each with the smallest loss increase. ``loss``, ``angle``, ``r2``:
-        the span with the smallest loss increase, with the smallest mean angle between ``h^i`` and
-        ``h^{i+n}``, or with the most linear map between them, without attention sinks (on at least
-        ``4 d_model`` tokens).
+        text. ``greedy``: one at a time by lazy greedy, each with the smallest loss increase of the blocks
+        tried; a block is skipped if its last known loss, with fewer removed, is not below the smallest.
+        ``loss``, ``angle``, ``r2``: the span with the smallest loss increase, with the smallest mean angle
+        between ``h^i`` and ``h^{i+n}``, or with the most linear map between them, without attention sinks
+        (on at least ``4 d_model`` tokens).
     penalty
         Penalty of the folded map towards the original; by default 0.3 for ``chain``, 0.1 for ``refit`` and 0
         otherwise.

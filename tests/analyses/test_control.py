@@ -219,17 +219,6 @@ def test_changes_are_of_the_same_prompt_and_intervals_over_prompts():
         assert tuple(estimates[name]) == pytest.approx(tuple(expected))
 
 
-@pytest.mark.parametrize("samples", [1, 8])
-@pytest.mark.parametrize("hits", [0, 1, 7, 20])
-def test_samples_that_are_alike_count_once_and_independent_ones_each(hits, samples):
-    one = np.arange(20)[:, None] < hits
-    expected = metrics.proportion(torch.from_numpy(one))
-    assert tuple(comparison.share_estimate(one.repeat(samples, 1))) == pytest.approx(tuple(expected))
-    even = np.tile([True, False, False, False], (50, 1))  # as even as can be
-    expected = metrics.proportion(torch.from_numpy(even))
-    assert tuple(comparison.share_estimate(even))[:3] == pytest.approx(tuple(expected)[:3])
-
-
 # The comparison
 
 

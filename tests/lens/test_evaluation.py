@@ -19,7 +19,18 @@ from sklearn.metrics import r2_score
 from small_lenses import Sharp, make_lens
 from torch import Tensor
 
-from matlens import InputError, Lens, LensConfig, LinearMap, MapSet, Readout, collect, make_examples, patched
+from matlens import (
+    InputError,
+    Lens,
+    LensConfig,
+    LinearMap,
+    MapSet,
+    Readout,
+    collect,
+    make_examples,
+    metrics,
+    patched,
+)  # fmt: skip
 from matlens.activations.activations import Activations
 from matlens.data.examples import Examples
 from matlens.ffn import controlled
@@ -120,6 +131,10 @@ def test_differences_are_paired():
     assert differences["precision", 1].value == 0.5
     assert theirs.differences(ours)["precision", 1].value == -0.5
     assert differences["kl", None].value == 0
+    center, spread = 10 / 22, math.sqrt(11 - 100 / 22) / 22  # ten ranks of 6 against 1, and ten that agree
+    wanted = [center - 1.959964 * spread, center + 1.959964 * spread]
+    assert list(differences["precision", 1][1:3]) == pytest.approx(wanted, rel=1e-6)
+    assert differences["precision", 10].low < 0 < differences["precision", 10].high  # all agree
 
 
 # Maps
@@ -536,6 +551,9 @@ def test_scores_are_those_of_a_loop(small_model):
     for k, values in shares.items():
         assert rows.loc[k, "value"] == pytest.approx(sum(values) / 23)
         assert rows.loc[k, "n"] == 23
+        interval = metrics.share(torch.tensor(values), n_entries=24)
+        assert list(rows.loc[k, ["low", "high"]]) == pytest.approx([interval.low, interval.high])
+        assert 0 <= interval.low < interval.high <= 1
     assert (table["metric"] == "pass").all()
     assert table["corpus"].unique().tolist() == ["own"]
 

@@ -14,7 +14,7 @@ from torch import nn
 import matlens
 from matlens import InputError, Replacement, Site, collect, make_examples
 from matlens.data import make_windows
-from matlens.models import changes_of
+from matlens.models.hooks import has_active_dropout
 from matlens.models.randomness import is_random
 from matlens.patching import Variant, run_variants
 from matlens.pruning import plain_copy, read_text
@@ -72,7 +72,7 @@ def test_random_models_are_refused_and_no_others(case, tmp_path):
         else:
             assert torch.equal(uses["collect"]()[-1], expected)
             use()
-    assert bool(changes_of(model)) == random
+    assert has_active_dropout(model) == random
 
 
 def test_losses_of_a_plain_model_in_training_mode_are_refused(small_model):
