@@ -10,9 +10,6 @@ TRAIN ?= 3000
 VAL ?= 750
 OUT ?= out/demo
 
-# Faults that are put into each module by 'make mutate'.
-MUTANTS ?= 12
-
 # Tests run in this many processes, each of which computes with one thread.
 WORKERS ?= 2
 BROWSER_PACKAGE ?= @sparticuz/chromium@153.0.0
@@ -100,7 +97,7 @@ RESULTS_MODELS := \
 RESULTS_PARTS := linearity linearity_bert linearity_training linearity_damage linearity_damage_gpts linearity_damage_bert pruning pruning_cuts \
 	pruning_cuts_longer
 
-.PHONY: demo test browser check verify attack mutate bench results tables results-a results-b results-lenses results-models results-parts pages docs install clean
+.PHONY: demo test browser check verify bench results tables results-a results-b results-lenses results-models results-parts pages docs install clean
 
 demo: install
 	$(BIN)/matlens run --model $(MODEL) --corpus $(CORPUS) --train $(TRAIN) --val $(VAL) --out $(OUT)
@@ -268,15 +265,6 @@ $(RESULTS)/paper_b_table5_control.csv: OPTIONS = --seed 1 --samples 1 --windows 
 # The last of its tables.
 $(RESULTS)/paper_b_table9_saturation.csv: | install
 	$(BIN)/python analyses/paper_b_fig3_events.py --sentences $(SENTENCES) --out $(RESULTS)
-
-# A sample of faults put into the code that makes published numbers: those that no test sees have to be explained in
-# benchmarks/mutants_explained.json. What was tried is kept, so a run that was broken off goes on; hours for them all.
-mutate: install
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/mutants.py --sample $(MUTANTS) --page docs/results/robustness.md
-
-# Bad inputs and damaged files: a table of the classes of faults. Some minutes.
-attack: install
-	PYTHONPATH=benchmarks OMP_NUM_THREADS=1 $(BIN)/python -m attack --show --out out/attack --page docs/results/robustness.md
 
 # Speed and memory as ratios, and the page of them: about half an hour. Seconds are those of one processor.
 BENCHMARKS := starting collecting peers exchange fitting memory planning skipping projecting events wide

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import typer
-from turns import Out, Rounds, Sentences, on_smollm2, plain_smollm2, run_forward
+from ratios import Out, Rounds, Sentences, on_smollm2, plain_smollm2, run_forward
 
 import matlens
 from matlens.activations import default_batch_tokens, stream

@@ -9,7 +9,7 @@ sentences and cut at their positions. The aim is at most 1.2 times those that ar
 from __future__ import annotations
 
 import typer
-from turns import Out, Rounds, Sentences, on_smollm2, plain_smollm2, run_forward
+from ratios import Out, Rounds, Sentences, on_smollm2, plain_smollm2, run_forward
 
 from matlens.activations import default_batch_tokens
 from matlens.ffn import Trace, event_scores

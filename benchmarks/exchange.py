@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import typer
-from turns import Out, Rounds, Sentences, on_smollm2
+from ratios import Out, Rounds, Sentences, on_smollm2
 
 import matlens
 from matlens.activations import Activations, read_parquet, write_parquet

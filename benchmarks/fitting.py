@@ -14,8 +14,8 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
+from ratios import Measured, Out, Rounds
 from sklearn.linear_model import LinearRegression
-from turns import Measured, Out, Rounds
 
 from matlens.activations import Activations
 from matlens.data import Examples

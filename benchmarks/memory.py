@@ -17,9 +17,9 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
+from ratios import Measured, Out
 from transformer_lens.model_bridge.sources import build_bridge_from_module
 from transformers import LlamaConfig, LlamaForCausalLM
-from turns import Measured, Out
 from watched import EARLY, IN_USE, MIB, PEAK, SECONDS, TAKEN, Work, in_a_process
 
 from matlens import collect
@@ -45,13 +45,12 @@ def main(
     rows = 9 * sentences * (_LAYERS + 1) * _WIDTH * 4 / MIB
 
     def limited(what: str, value: float) -> None:
-        measured.add(f"{name}: {what}", value, max=1 + _SHARE, memory=lines)
+        measured.add(f"{name}: {what}", value, max=1 + _SHARE)
 
     for name in _MODES:
         sizes = sentences, 10 * sentences
         seen = [[_parts(n, name) for _ in range(rounds)] for n in sizes]
         small, large = (_least(of_size, PEAK) for of_size in seen)
-        lines = partial(_side_by_side, *(of_size[0] for of_size in seen))
         if name == _IN_MEMORY:
             limited("growth / rows", (large - small) / rows)
             taken = [_least(of_size, TAKEN) for of_size in seen]
@@ -84,11 +83,6 @@ def _parts(sentences: int, mode: str, *, gives_back: bool = False) -> dict[str, 
         return partial(_MODES[mode], *_prepared(sentences), folder / "out")
 
     return in_a_process(prepare, gives_back=gives_back)
-
-
-def _side_by_side(small: dict[str, Any], large: dict[str, Any]) -> list[list[Any]]:
-    """A line for each part, with its values for both sizes."""
-    return [[part, small[part], large[part]] for part in small if part != SECONDS]
 
 
 def _streaming_fit(model: Any, examples: Any, folder: Path) -> None:

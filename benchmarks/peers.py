@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 import typer
+from ratios import Out, Rounds, Sentences, fastest, on_smollm2, plain_smollm2, run_forward
 from safetensors.torch import save_file
 from torch import Tensor
-from turns import Out, Rounds, Sentences, fastest, on_smollm2, plain_smollm2, run_forward
 
 import matlens
 from matlens.activations import default_batch_tokens, stream

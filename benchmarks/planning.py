@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import typer
-from turns import Measured, Out
+from ratios import Measured, Out
 from watched import MIB, TAKEN, Work, in_a_process
 
 import matlens

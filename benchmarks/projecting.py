@@ -12,7 +12,7 @@ from typing import Annotated
 
 import torch
 import typer
-from turns import Measured, Out, Rounds
+from ratios import Measured, Out, Rounds
 from watched import resident
 
 import matlens

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 import typer
-from turns import Out, Rounds, Sentences, on_smollm2
+from ratios import Out, Rounds, Sentences, on_smollm2
 
 from matlens import LinearMap, MapSet
 from matlens.patching import Scheme, Variant, run_variants

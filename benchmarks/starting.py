@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
-from turns import Measured, Out, Rounds, fastest
+from ratios import Measured, Out, Rounds, fastest
 
 from matlens.models import SMOLLM2
 

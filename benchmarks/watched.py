@@ -1,4 +1,4 @@
-"""Memory use of a job in a forked process: its peak, and where in the code it is.
+"""Memory use of a job in a forked process.
 
 The peak of a process never decreases, so each job is forked. A thread polls glibc's allocator during the
 job. The process' peak above the libraries and the memory in use is freed memory that the allocator keeps.
@@ -11,19 +11,17 @@ import gc
 import json
 import os
 import resource
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 MIB = 2**20
 BEFORE, PEAK = "libraries and model, before the job", "peak"
 EARLY = "peak after a tenth of the time"
-IN_USE, PLACE = "most allocated memory in use", "where it is in use"
+IN_USE = "most allocated memory in use"
 TAKEN, SECONDS = "most in use above the start", "CPU seconds"
 _LOOKED_AT_EVERY = 0.05  # seconds; polling by the millisecond fragments what it measures
 _M_MMAP_THRESHOLD, _M_ARENA_MAX, _LARGE_BLOCK = -3, -8, MIB  # of glibc's mallopt; bytes
@@ -32,7 +30,7 @@ Work = Callable[[], object]
 
 
 def in_a_process(prepare: Callable[[Path], Work], *, gives_back: bool = False) -> dict[str, Any]:
-    """MiB that a job takes, where most are in use, and seconds.
+    """MiB that a job takes, and seconds.
 
     Parameters
     ----------
@@ -84,17 +82,16 @@ def _watched(work: Work) -> dict[str, Any]:
         return float(said.uordblks + said.hblkhd) / MIB
 
     gc.collect()
-    before, at_first, place = resident(), allocated(), ""
-    in_use, over, main = at_first, threading.Event(), threading.main_thread().ident
+    before, at_first = resident(), allocated()
+    in_use, over = at_first, threading.Event()
     peaks = [(time.process_time(), peak())]  # each with the time it was reached
 
     def look() -> None:
-        nonlocal in_use, place
+        nonlocal in_use
         while not over.is_set():
             if (highest := peak()) > peaks[-1][1]:
                 peaks.append((time.process_time(), highest))
-            if (now := allocated()) > in_use:
-                in_use, place = now, _place(sys._current_frames()[main or 0])
+            in_use = max(in_use, allocated())
             time.sleep(_LOOKED_AT_EVERY)
 
     watcher = threading.Thread(target=look)
@@ -108,8 +105,8 @@ def _watched(work: Work) -> dict[str, Any]:
         watcher.join()
     early = [highest for at, highest in peaks if at <= start + seconds / 10]
     return {
-        BEFORE: before, EARLY: early[-1], PEAK: peak(), IN_USE: in_use, PLACE: place,
-        TAKEN: in_use - at_first, SECONDS: seconds,
+        BEFORE: before, EARLY: early[-1], PEAK: peak(), IN_USE: in_use, TAKEN: in_use - at_first,
+        SECONDS: seconds,
     }  # fmt: skip
 
 
@@ -122,13 +119,3 @@ def resident() -> float:
     """The resident memory of this process, in MiB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / MIB
-
-
-def _place(frame: FrameType | None) -> str:
-    """The innermost running function of this library."""
-    while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if "matlens" in path.parts:
-            return f"{frame.f_code.co_name} ({path.name}:{frame.f_lineno})"
-        frame = frame.f_back
-    return ""

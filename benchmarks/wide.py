@@ -11,7 +11,7 @@ from typing import Annotated
 
 import torch
 import typer
-from turns import Measured, Out, fastest
+from ratios import Measured, Out, fastest
 from watched import MIB, peak, resident
 
 from matlens.linear import LeastSquares

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -68,11 +68,7 @@ def run(name: str, *options: object) -> None:
         patch.setattr(sys, "argv", [str(SCRIPTS[name]), *map(str, options)])
         patch.setenv("COLUMNS", "200")
         try:
-            # Not by `runpy`: the mutants of benchmarks/mutants.py are put in by the loader.
-            spec = importlib.util.spec_from_file_location("__main__", SCRIPTS[name])
-            assert spec is not None
-            assert spec.loader is not None
-            spec.loader.exec_module(importlib.util.module_from_spec(spec))
+            runpy.run_path(str(SCRIPTS[name]), run_name="__main__")
         except SystemExit as ended:
             if ended.code:
                 raise

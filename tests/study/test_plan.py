@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +17,6 @@ from studying import collect_parts, study_of
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-import matlens
 import matlens.study.plan as module
 from matlens import InputError, make_examples, parallel
 from matlens.io.artifact import Artifact
@@ -315,27 +311,3 @@ def test_moments_are_as_large_as_planned_however_many_samples_there_are():
     assert (
         needs.stored_fit_bytes([(96, 96)], n_rows=100) == needs.statistics_bytes(96, 96) + 8 * 6.5 * 96 * 96
     )
-
-
-BENCHMARKS = Path(matlens.__file__).parents[1] / "benchmarks"
-CODE = """
-import random
-from campaign import campaign, kill, race
-
-draw = random.Random(5)
-with campaign() as setting:
-    for name, n in (("collect", 2), ("fit", 3), ("evaluate", 2), ("prune", 2)):
-        print(name, race(setting, name, n, draw), *kill(setting, name, draw, 2))
-"""
-
-
-def test_commands_that_race_or_are_killed_leave_the_bytes_of_a_lone_one():
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), *sys.path])}
-    done = subprocess.run(
-        [sys.executable, "-c", CODE], capture_output=True, text=True, env=environment, timeout=900
-    )
-    assert done.returncode == 0, done.stderr
-    rounds = [line.split(maxsplit=3) for line in done.stdout.splitlines()]
-    assert [name for name, *_ in rounds] == ["collect", "fit", "evaluate", "prune"]
-    assert [(raced, killed) for _, raced, _, killed in rounds] == [("None", "None")] * 4, done.stdout
-    assert sum(int(kills) for _, _, kills, _ in rounds) > 0

@@ -1,10 +1,8 @@
-"""Shared by benchmarks: jobs timed in turns, a table of measurements, a model and sentences."""
+"""Shared by benchmarks: jobs timed in turns, their ratios as a table, a model and sentences."""
 
 from __future__ import annotations
 
-import cProfile
 import platform
-import pstats
 import time
 from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
@@ -26,7 +24,6 @@ Rounds = Annotated[int, typer.Option(help="Turns; the fastest of each counts.")]
 Out = Annotated[
     Path | None, typer.Option("--out", help="Folder for the table of measurements.", show_default=False)
 ]
-_PROFILED = 10  # slowest functions of a profile
 
 
 def clock() -> Callable[[], float]:
@@ -70,8 +67,7 @@ class Measured:
         self._name, self._out, self._rows = f"speed_{name}", out, list[dict[str, Any]]()
         self._on: dict[str, Any] = {"experiment": "speed", "model": model, "corpus": corpus}
         self._origin: dict[str, Any] = {
-            "job": job, "threads": torch.get_num_threads(), "processor": _processor(), "profiles": {},
-            "memory": {},
+            "job": job, "threads": torch.get_num_threads(), "processor": _processor(),
         }  # fmt: skip
 
     def add(
@@ -82,22 +78,8 @@ class Measured:
         unit: str = "ratio",
         min: float | None = None,
         max: float | None = None,
-        profiled: Callable[[], object] | None = None,
-        memory: Callable[[], list[list[Any]]] | None = None,
     ) -> None:
-        """Add a measurement; if it misses its target, also a profile of the job.
-
-        Parameters
-        ----------
-        what, value, unit
-            Name, value and unit.
-        min, max
-            The target.
-        profiled
-            The job to profile if it is too slow.
-        memory
-            Gives lines about the use of memory, for jobs that take too much.
-        """
+        """Add a measurement and its target, from ``min`` to ``max``."""
         bounds = [
             f"at {word} {bound:g}" for word, bound in (("least", min), ("most", max)) if bound is not None
         ]
@@ -109,16 +91,10 @@ class Measured:
         self._rows.append(
             result_row(**self._on, **named, estimate=estimate, goal=target, met=met if target else None)
         )
-        if not met and profiled is not None:
-            self._origin["profiles"][what] = _profile(profiled)
-        if not met and memory is not None:
-            self._origin["memory"][what] = lines = memory()
-            for line in lines:
-                print("  ", *line, flush=True)
 
     def time(self, works: Mapping[str, Callable[[], object]], rounds: int) -> None:
         """Time jobs in turns, for `add_times` and `ratio`."""
-        self._works, self.best = works, fastest(works, rounds)
+        self.best = fastest(works, rounds)
 
     def add_times(self) -> None:
         """Add the seconds of each job."""
@@ -126,9 +102,8 @@ class Measured:
             self.add(name, seconds, unit="seconds")
 
     def ratio(self, what: str, ours: str, theirs: str, **target: Any) -> None:
-        """Add the ratio of the seconds of two jobs; if it is above its maximum, the first is profiled."""
-        profiled = self._works[ours] if "max" in target else None
-        self.add(what, self.best[ours] / self.best[theirs], profiled=profiled, **target)
+        """Add the ratio of the seconds of two jobs."""
+        self.add(what, self.best[ours] / self.best[theirs], **target)
 
     def write(self) -> None:
         """Write the table with its JSON."""
@@ -136,21 +111,6 @@ class Measured:
             table = result_table(self._rows, "goal", "met")
             write_results(self._out, self._name, table, self._origin)
             print(self._out / f"{self._name}.csv")
-
-
-def _profile(work: Callable[[], object]) -> list[list[Any]]:
-    """Where the time of a work goes: functions with the seconds that are spent in each itself."""
-    profile = cProfile.Profile()
-    profile.runcall(work)
-    stats = pstats.Stats(profile)
-    total = stats.total_tt  # type: ignore[attr-defined]
-    entries = sorted(stats.stats.items(), key=lambda entry: -entry[1][2])  # type: ignore[attr-defined]
-    lines = []
-    for (file, line, name), (_, calls, seconds, *_others) in entries[:_PROFILED]:
-        place = name if file == "~" else f"{name} ({Path(file).name}:{line})"
-        print(f"  {seconds:8.2f} s {seconds / total:6.1%} {calls:9,} {place}")
-        lines.append([place, calls, round(seconds, 3), round(seconds / total, 4)])
-    return lines
 
 
 def _processor() -> str:
