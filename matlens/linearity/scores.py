@@ -131,7 +131,9 @@ class PartSums:
     def _empty(self) -> dict[tuple[str, ...], LeastSquares]:
         return {
             sites: LeastSquares(
-                self._width, {part.target: self._width for part in parts} or 1, source=sites[0]
+                self._width,
+                {f"{part.target} of {part.name}": self._width for part in parts} or 1,
+                source=sites[0],
             )
             for sites, parts in self._fitted.items()
         }
