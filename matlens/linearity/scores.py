@@ -39,8 +39,8 @@ def fit_scores(
     squared error of the best linear map, which is the share of the total variance that an affine map
     explains. ``rotation`` is the same for the best scaled rotation, as in SciPy's ``procrustes``; NaN if
     widths differ. ``nbl bound`` is NBL's: the sum of ``1 - rho^2`` over canonical correlations ``rho``,
-    for attention and FFN (``added``) those of the input with the sum of output and input, as in NBL's code;
-    there ``r_y`` is the factor of ``x + y``.
+    for attention and FFN (``added``) those of the input with the sum of output and input, as in NBL's code
+    with its option ``layer_drop_norm`` off; there ``r_y`` is the factor of ``x + y``.
     """
     of_x = float(r.square().sum())
     crossed = r.T @ z
