@@ -43,7 +43,7 @@ def main(study: Study, report: Report, text: AtlasText, every: PositiveInt = 1) 
     """
     fitted, _ = text.examples(study.model, study)
     costs = list(read_costs(report.path(COSTS), every))
-    named = {"model": study.model.cfg.model_name, "corpus": str(fitted.provenance["corpus"])}
+    named: dict[str, Any] = {"model": study.model.cfg.model_name, "corpus": str(fitted.provenance["corpus"])}
     rows = [
         result_row(
             NAME, **named, method="map", layer=layer, target=layer + 1, metric=metric, estimate=estimate,
