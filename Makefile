@@ -94,7 +94,7 @@ RESULTS_MODELS := \
 	paper_b_table9_saturation_wikilm \
 	paper_b_table6_early_exit_wikilm
 # Linear parts, over training too, and what can be left out: three hours.
-RESULTS_PARTS := linearity linearity_bert linearity_training linearity_damage linearity_damage_gpts linearity_damage_bert pruning pruning_cuts \
+RESULTS_PARTS := linearity linearity_bert linearity_bound linearity_training linearity_damage linearity_damage_gpts linearity_damage_bert pruning pruning_cuts \
 	pruning_cuts_longer
 
 .PHONY: demo test browser check verify bench results tables results-a results-b results-lenses results-models results-parts pages docs install clean
@@ -195,6 +195,8 @@ $(RESULTS)/paper_a_table1_tokens_bert.csv: OPTIONS = --layer 0 --layer 2 --layer
 # The jobs that are published; of options given twice the last counts.
 $(RESULTS)/linearity.csv: OPTIONS = --train 4000 --val 1000 --windows 160 --eval-windows 8
 $(RESULTS)/linearity_bert.csv: OPTIONS = --train 4000 --val 1000 --windows 600 --eval-windows 200
+$(RESULTS)/linearity_bound.csv: OPTIONS = --train 4000 --val 1000 --every 3
+$(RESULTS)/linearity_bound.csv: | $(RESULTS)/linearity.csv
 $(RESULTS)/linearity_damage.csv: OPTIONS = --train 4000 --val 1000 --every 3
 $(RESULTS)/linearity_damage_bert.csv: OPTIONS = --train 4000 --val 1000 --windows 600 --eval-windows 200 --score-windows 400
 $(RESULTS)/lens_causal.csv: OPTIONS = --train 200 --val 200

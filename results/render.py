@@ -28,7 +28,7 @@ What a section can use, besides all that Jinja2 and pandas offer:
     Rows of a table in the folder of the page.
 ``2 | number(3)``, ``0.5 | percent``, ``4000 | whole``, ``0.1 | signed(2)``
     2.000, 50%, 4,000 and +0.10.
-``lens``, ``added_perplexity``, ``transfer_losses``
+``lens``, ``added_perplexity``, ``transfer_losses``, ``within_kinds``
     From matlens and its analyses; ``lens.savings(table)`` and the like summarize a table.
 """
 
@@ -55,6 +55,7 @@ from matlens.io import read_table
 RESULTS = Path(__file__).resolve().parent
 sys.path.append(str(RESULTS.parent / "analyses"))
 
+from linearity_bound import within_kinds  # noqa: E402
 from paper_a_sec5_corpora import transfer_losses  # noqa: E402
 from pruning import added_perplexity  # noqa: E402
 
@@ -251,7 +252,7 @@ def _render(folder: Path, results: Path) -> tuple[str, dict[str, Section]]:
         "script": quoted.script, "costs": quoted.costs,
         "claim": quoted.claim, "verdict": verdict, "grid": grid,
         "lens": lens, "added_perplexity": added_perplexity,
-        "transfer_losses": transfer_losses,
+        "transfer_losses": transfer_losses, "within_kinds": within_kinds,
         "rows_of": partial(_rows_of, folder), "section": _sections_of_pages(folder.parent, results),
     }  # fmt: skip
     environment.filters |= {"number": number, "signed": signed, "percent": percent, "whole": whole}

@@ -39,8 +39,8 @@ def fit_scores(
     squared error of the best linear map, which is the share of the total variance that an affine map
     explains. ``rotation`` is the same for the best scaled rotation, as in SciPy's ``procrustes``; NaN if
     widths differ. ``nbl bound`` is NBL's: the sum of ``1 - rho^2`` over canonical correlations ``rho``,
-    for attention and FFN (``added``) those of the input with the sum of output and input, as in NBL's code;
-    there ``r_y`` is the factor of ``x + y``.
+    for attention and FFN (``added``) those of the input with the sum of output and input, as in NBL's code
+    with its option ``layer_drop_norm`` off; there ``r_y`` is the factor of ``x + y``.
     """
     of_x = float(r.square().sum())
     crossed = r.T @ z
@@ -131,7 +131,9 @@ class PartSums:
     def _empty(self) -> dict[tuple[str, ...], LeastSquares]:
         return {
             sites: LeastSquares(
-                self._width, {part.target: self._width for part in parts} or 1, source=sites[0]
+                self._width,
+                {f"{part.target} of {part.name}": self._width for part in parts} or 1,
+                source=sites[0],
             )
             for sites, parts in self._fitted.items()
         }

@@ -76,6 +76,13 @@ def test_committed_pages_are_what_their_tables_give():
     assert render.main(["--check"]) == 0
 
 
+def test_intervals_of_the_readme_are_on_pages_of_results():
+    quoted = re.findall(r"-?\d+\.\d+ \[[-\d., ]+\]", (PROJECT / "README.md").read_text())
+    pages = "\n".join(path.read_text() for path in (PROJECT / "docs" / "results").glob("*.md"))
+    assert quoted
+    assert [each for each in quoted if each not in pages] == []
+
+
 def test_a_page_has_the_numbers_of_its_tables(results):
     assert run(results) == 0
     assert (results.parent / "page.md").read_text() == (
