@@ -221,25 +221,26 @@ class Projection:
         >>> projection.table(torch.stack([direction, -direction]), ["cold", "warm"])
         >>> projection.table(ffn.ValueVectors(model), ["L24D219"])
         """
+        columns = list(TOKEN_COLUMNS)
         if isinstance(vectors, ValueVectors):
             self.check_same(vectors.identity)
-            if not names:
+            if names is None or not len(names):
                 raise InputError("names must have at least one value vector, such as 'L3D12'.")
             chosen = [vectors.resolve(name) for name in names]
             keys: list[tuple[Any, ...]] = [(str(value), value.layer, value.index) for value in chosen]
-            vectors, columns = vectors.vectors(chosen), TOKEN_COLUMNS
+            matrix = vectors.vectors(chosen)
         else:
-            vectors, columns = torch.atleast_2d(vectors), ("vector", *TOKEN_COLUMNS[3:])
-            keys = [(name,) for name in (range(len(vectors)) if names is None else names)]
-            if len(keys) != len(vectors):
-                raise InputError(f"names must have {len(vectors)} names, one per vector, got {len(keys)}.")
+            matrix, columns = torch.atleast_2d(vectors), ["vector", *columns[3:]]
+            keys = [(name,) for name in (range(len(matrix)) if names is None else names)]
+            if len(keys) != len(matrix):
+                raise InputError(f"names must have {len(matrix)} names, one per vector, got {len(keys)}.")
         rows: list[tuple[Any, ...]] = []
-        for side, tokens in zip(("top", "bottom"), self.top_and_bottom(vectors, k, k), strict=True):
+        for side, tokens in zip(("top", "bottom"), self.top_and_bottom(matrix, k, k), strict=True):
             for key, ids, scores in zip(keys, tokens.ids.tolist(), tokens.scores.tolist(), strict=True):
                 texts = token_texts(self.tokenizer, ids)
                 for rank, token in enumerate(zip(texts, ids, scores, strict=True), start=1):
                     rows.append((*key, side, rank, *token))
-        return pd.DataFrame(rows, columns=list(columns))
+        return pd.DataFrame(rows, columns=columns)
 
     def of_tokens(self, ids: Int[Tensor, " n"]) -> Projection:
         """The same projection onto some tokens: its scores have one column per token."""

@@ -208,6 +208,11 @@ def test_the_table_has_both_ends_of_each_vector(small_model, plain_model):
     table = Projection.from_model(model).table(ValueVectors(model), ["L2D9", (0, -1)], k=3)
     assert tuple(table.columns) == projection.TOKEN_COLUMNS
     assert len(table) == 12
+    named = Projection.from_model(model).table(ValueVectors(model), table["value"].drop_duplicates(), k=3)
+    assert named.equals(table)
+    for nothing in (None, []):
+        with pytest.raises(InputError):
+            Projection.from_model(model).table(ValueVectors(model), nothing)
     with pytest.raises(InputError, match="model"):
         Projection.from_model(model).table(ValueVectors(small_model("llama")), ["L2D9"], k=3)
     for name, layer, index in (("L2D9", 2, 9), ("L0D127", 0, 127)):
