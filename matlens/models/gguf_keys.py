@@ -53,6 +53,7 @@ _COMPUTED = {
     "qwen35moe": ("ssm.", "full_attention_interval", "rope.dimension_sections", "nextn_predict_layers"),
 }
 _FACTORS = ("rope_freqs", "rope_factors_short", "rope_factors_long")
+_SPACE = "▁"  # as SentencePiece writes it
 _OLD_FREQUENCIES = "rot_embd"  # unscaled, in files of 2023; llama.cpp skips them too
 
 
@@ -109,6 +110,17 @@ def check_tensors(model: Any, path: Path) -> None:
         and _OLD_FREQUENCIES not in name
     ]
     _check(not unread, path, f"{len(unread)} tensors that {type(model).__name__} does not have: {unread[:5]}")
+
+
+def check_space_prefix(tokenizer: Any, path: Path) -> None:
+    """Raise InputError if the file and its tokenizer disagree about a space before the first word."""
+    from transformers.integrations.gguf import read_gguf_metadata
+
+    metadata, _ = read_gguf_metadata(str(path))
+    stated = metadata.get("tokenizer.ggml.add_space_prefix")
+    if metadata.get("tokenizer.ggml.model") == "llama" and stated is not None:
+        added = tokenizer.tokenize("a")[0].startswith(_SPACE)
+        _check(added == stated, path, f"tokenizer.ggml.add_space_prefix = {stated}")
 
 
 def _apply_head(config: Any, keys: Mapping[str, Any], path: Path) -> None:

@@ -217,9 +217,16 @@ def write(path: Path, model: Any, case: Case, **more: Any) -> Path:
         add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32}
         if value is not None:
             add.get(type(value), writer.add_float32)(f"{case.architecture}.{name}", value)
-    writer.add_string("tokenizer.ggml.model", "gpt2")
-    writer.add_array("tokenizer.ggml.tokens", [*[*bytes_to_unicode().values()][:-1], "he"])
-    writer.add_array("tokenizer.ggml.merges", ["h e"])
+    if "space_prefix" in more:
+        bytes_ = [f"<0x{byte:02X}>" for byte in range(240)]
+        writer.add_string("tokenizer.ggml.model", "llama")
+        writer.add_array("tokenizer.ggml.tokens", ["<unk>", "<s>", "</s>", "▁", *"abcdefghijkl", *bytes_])
+        writer.add_array("tokenizer.ggml.scores", [0.0] * 256)
+        writer.add_bool("tokenizer.ggml.add_space_prefix", more["space_prefix"])
+    else:
+        writer.add_string("tokenizer.ggml.model", "gpt2")
+        writer.add_array("tokenizer.ggml.tokens", [*[*bytes_to_unicode().values()][:-1], "he"])
+        writer.add_array("tokenizer.ggml.merges", ["h e"])
     writer.add_uint32("tokenizer.ggml.bos_token_id", 1)
     writer.add_uint32("tokenizer.ggml.eos_token_id", 2)
     writer.add_uint32("tokenizer.ggml.padding_token_id", 0)
@@ -317,3 +324,14 @@ def test_half_of_the_rotary_factors_raises(absent, tmp_path):
     path = write(tmp_path / "model.gguf", random_model(case.config), half)
     with pytest.raises(InputError, match="rope_factors"):
         read_gguf(path, torch.float32)
+
+
+def test_a_space_before_the_first_word_is_that_of_the_file(tmp_path):
+    case = CASES["llama"]
+    spaced, plain = (
+        write(tmp_path / f"{prefix}.gguf", random_model(case.config), case, space_prefix=prefix)
+        for prefix in (True, False)
+    )
+    assert read_gguf(spaced, torch.float32)[0].tokenize("a") == ["▁", "a"]
+    with pytest.raises(InputError, match="add_space_prefix"):
+        read_gguf(plain, torch.float32)

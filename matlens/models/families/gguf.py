@@ -12,8 +12,14 @@ import torch
 
 from matlens.io.cache import default_cache, file_states
 from matlens.io.files import print_to_stderr
-from matlens.models.checkpoints import check_complete, check_supported, check_vocabulary, software
-from matlens.models.gguf_keys import apply_keys, check_tensors
+from matlens.models.checkpoints import (
+    check_complete,
+    check_supported,
+    check_vocabulary,
+    read_tokenizer,
+    software,
+)
+from matlens.models.gguf_keys import apply_keys, check_space_prefix, check_tensors
 from matlens.models.places import GGUF
 from matlens.models.registry import Family, register
 from matlens.models.weights import tensor_digest
@@ -82,6 +88,7 @@ def _dequantize(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         )
     model = check_complete(str(path), *loaded)
     check_tensors(model, path)
+    check_space_prefix(tokenizer, path)
     model.hf_quantizer = None  # its weights are plain by now
     vars(model.config).pop("quantization_config", None)
     # transformers does not always record the class, and the bridge does not support every class.
@@ -93,7 +100,7 @@ def _dequantize(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
 def _load(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     import transformers
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer = read_tokenizer(str(folder))
     config = transformers.AutoConfig.from_pretrained(folder)
     model_class = getattr(transformers, config.architectures[0])
     return tokenizer, model_class.from_pretrained(folder, config=config, dtype=dtype)
