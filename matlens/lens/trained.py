@@ -329,6 +329,8 @@ def fit_jacobian(
     if not layers:
         raise InputError("layers must have a layer above 0: TransformerLens does not fit layer 0.")
     prompts = longest_sentences(corpus.sentences, n_prompts)
+    if model.cfg.default_prepend_bos and (bos := model.tokenizer.bos_token):
+        prompts = [text.removeprefix(bos) for text in prompts]  # which model.to_tokens adds
     lengths = [(text, min(longest, len(model.to_tokens(text)[0]))) for text in prompts]
     long = [(text, length) for text, length in lengths if length > skip + 1]
     if not long:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import D_MODEL, N_LAYERS, WORDS, make_sentences
+from conftest import D_MODEL, N_LAYERS, WORDS, make_sentences, save_with_ends
 from sentences import corpus_of
 from small_lenses import linear, numbers
 from torch import Tensor
@@ -462,6 +462,16 @@ def test_it_is_the_mean_over_sources_of_the_sum_over_later_targets(small_model):
     torch.testing.assert_close(lens.matrix(2), expected, rtol=1e-3, atol=1e-5)
     assert lens.provenance.details["n_fitted"] == 1  # the second text is too short
     assert lens.provenance.details["n_tokens"] == n
+
+
+def test_a_jacobian_lens_reads_one_bos(tmp_path):
+    model, text = matlens.load(save_with_ends(tmp_path, front=True), device="cpu"), " ".join(WORDS[3:12])
+    one, two = (
+        fit_jacobian(model, corpus_of([given]), layers=[2], skip=1, progress=False)
+        for given in (text, f"w49 {text}")
+    )
+    assert one.provenance.details["n_tokens"] == two.provenance.details["n_tokens"] == 10
+    torch.testing.assert_close(one.matrix(2), two.matrix(2), rtol=0, atol=0)
 
 
 def test_a_jacobian_lens_is_taken_on_the_longest_sentences(small_model):
