@@ -15,8 +15,9 @@ from torch import nn
 from transformer_lens.model_bridge import TransformerBridge
 
 import matlens
-from matlens import InputError, Lens, Readout, ffn
+from matlens import InputError, Lens, Readout, ffn, pruning
 from matlens.activations import default_batch_tokens
+from matlens.data import make_windows
 from matlens.models import changes_of, registry
 from matlens.models.registry import Family, missing_repairs, register
 
@@ -235,3 +236,51 @@ def test_default_batch_on_a_gpu_follows_the_free_memory(small_model):
 def test_an_interrupted_run_keeps_its_batches(small_model, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"request": {"batch_tokens": 384}}))
     assert default_batch_tokens(small_model("llama"), 32, folder=tmp_path, free=2**30) == 384
+
+
+MIXED = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+WINDOW = SIZES | {"sliding_window": 4, "num_hidden_layers": 4, "layer_types": MIXED}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "removed"),
+    [
+        ("gemma3_text", WINDOW, [1]),
+        ("gemma3_text", WINDOW | {"num_hidden_layers": 3, "layer_types": MIXED[:3]}, [1]),
+        ("olmo3", WINDOW | {"num_hidden_layers": 3, "layer_types": MIXED[:3]}, [1]),
+        ("falcon_h1", SIZES | MAMBA | {"mamba_d_ssm": 32}, [1]),
+        ("recurrent_gemma", RECURRENT, [2]),
+    ],
+)
+def test_pruned_models_keep_what_each_block_is(kind, sizes, removed, tmp_path):
+    auto = save_model(kind, sizes, tmp_path)
+    model = matlens.load(tmp_path, device="cpu")
+    words = [word for word, number in model.tokenizer.get_vocab().items() if number > 4]
+    windows = make_windows(model, [" ".join(words[i * i % len(words)] for i in range(64))], size=32)
+    pruned = pruning.prune(model, windows, removed, method="out", progress=False).model
+    pruned.save_pretrained(tmp_path / "pruned")
+    plain = auto.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    again = auto.from_pretrained(tmp_path / "pruned", attn_implementation="eager").eval()
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        for block in (plain.model.layers[index] for index in removed):
+            block.register_forward_hook(skip, with_kwargs=True)
+        truth = plain(input_ids=ids, use_cache=False).logits
+        for made in (pruned, again):
+            assert (made(input_ids=ids, use_cache=False).logits - truth).abs().max() < 1e-4
+
+
+def skip(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    """A block that returns what it gets."""
+    given = args[0] if args else kwargs["hidden_states"]
+    return (given, *output[1:]) if isinstance(output, tuple) else given
+
+
+def test_a_configuration_that_cannot_say_what_blocks_are_is_refused(tmp_path):
+    sizes = SIZES | MAMBA | {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]}
+    save_model("bamba", sizes, tmp_path)
+    model = matlens.load(tmp_path, device="cpu")
+    words = [word for word, number in model.tokenizer.get_vocab().items() if number > 4]
+    windows = make_windows(model, [" ".join(words[:20] * 2)], size=20)
+    with pytest.raises(InputError, match="layers_block_type"):
+        pruning.prune(model, windows, [2], method="out", progress=False)
