@@ -111,8 +111,10 @@ def is_int(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    # Compared, as an integer past the range of floats raises OverflowError in math.isfinite.
-    return isinstance(value, Real) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer past the range of floats
+        return False
 
 
 def _is_path(value: Any) -> bool:

@@ -100,14 +100,14 @@ def controlled(
                 "so its coefficients have no effect."
             )
     tokens = TokenPositions.of(model)
-    hooks = _hooks(model, values, changes, how, where, tokens)
+    hooks = [*_hooks(model, values, changes, how, where, tokens), tokens.measuring()]
     at = where if isinstance(where, str) else f"the tokens {tensor_digest(where)}"
     described = [
         f"the coefficient of {vector} {_DONE[how]} {float(number)!r} at {at}"
         for vector, number in changes.items()
     ]
     with ExitStack() as stack:
-        stack.enter_context(changing(model, described, [*hooks, tokens.hook]))
+        stack.enter_context(changing(model, described, hooks))
         stack.enter_context(tokens.watching())
         stack.enter_context(reserve_parts(model, ffns))
         active |= set(changes)

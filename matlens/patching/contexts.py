@@ -86,7 +86,11 @@ def apply_replacements(model: TransformerBridge, replacements: Sequence[Replacem
             write = _writing_hook(model, replacement, tokens, order, list(keys.values()))
             writing.append((target, write))
             reading += [(hook, tokens.keep(key)) for hook, key in keys.items()]
-    hooks = [*writing, *reading, tokens.hook]  # a replacement can read the output of another, in any order
+    hooks = [
+        *writing,
+        *reading,
+        tokens.measuring(),
+    ]  # a replacement can read the output of another, in any order
 
     descriptions = [describe_replacement(replacement) for replacement in replacements]
     functions = [r.function for r in replacements if not isinstance(r.function, LinearMap)]

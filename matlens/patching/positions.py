@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from threading import get_ident
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -35,10 +36,15 @@ _WATCHED: WeakKeyDictionary[Any, TokenPositions] = WeakKeyDictionary()
 
 @dataclass
 class _Prompt:
-    """The prompts of a call of ``generate``: their length with padding, and their mask if it was given."""
+    """The prompts of a call of ``generate``: their length with padding, and their mask if it was given.
+
+    Before each pass over them transformers prepares its inputs. Other passes are of other sentences, such as
+    those of guidance without the prompt.
+    """
 
     length: int | None = None
     mask: Tensor | None = None
+    is_prepared: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,8 @@ class _Batch:
     ends: Tensor  # [batch], of the last token of the prompt
     olds: Tensor  # [batch], of the last token before the new ones
     whole: bool  # whether `ends` is the last position that a user can mean
-    cache: Any = None
+    cache: Any = None  # of a pass of the user
+    is_generated: bool = False
 
 
 class TokenPositions:
@@ -65,13 +72,12 @@ class TokenPositions:
         self._batch: _Batch | str = "no pass of the model is running"  # or why it is unknown
         self._running: tuple[Any, int] | None = None  # the outermost module and its thread
         self._prompt: _Prompt | None = None  # of the outermost call of generate
-        self._mask: Tensor | None = None  # [batch, total], of its next pass
+        self._prepared: tuple[Tensor | None] | None = None  # the mask of its next pass, [batch, total]
         self._ends: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # by the caches of the user's passes
         self._sizes: Tensor | None = None  # [batch, length], squared norms of the last layer's vectors
         self._n_contexts, self._installed = 0, ExitStack()
-        self.functions = (self._look, self._leave)  # one object each, to identify them
-        layout = ModelLayout.from_model(model)
-        self.hook: tuple[str, Any] = (layout.hook(Site(STREAM, layout.n_layers)), self._measure)
+        # No methods, of which a copy of the model would have copies: its hooks would ask this object.
+        self.functions = (lambda *given: self._look(*given), lambda *given: self._leave(*given))
 
     @classmethod
     def of(cls, model: TransformerBridge) -> TokenPositions:
@@ -87,6 +93,16 @@ class TokenPositions:
                 "mask [batch, length], or use where='all'."
             )
         return self._batch
+
+    def measuring(self) -> tuple[str, Callable[..., None]]:
+        """A hook of a context's own at the last layer, and its name."""
+        layout = ModelLayout.from_model(self._model)
+
+        def measure(value: Tensor, hook: Any) -> None:
+            # Where squared norms overflow, a norm makes 0 of finite vectors.
+            self._sizes = value.to(_wide(value)).square().sum(-1)
+
+        return layout.hook(Site(STREAM, layout.n_layers)), measure
 
     def chosen(self, where: Tokens) -> Bool[Tensor, "batch length"]:
         """The tokens at which something is changed."""
@@ -148,11 +164,13 @@ class TokenPositions:
             (self._model, "generate_stream", self._noting_stream),
             (self._inner, "prepare_inputs_for_generation", self._noting_mask),
         ]  # fmt: skip
-        wrapped = [
-            (owner, name, functools.wraps(getattr(owner, name))(noting(getattr(owner, name))))
-            for owner, name, noting in methods
-            if hasattr(type(owner), name)
-        ]
+        wrapped = []
+        for owner, name, noting in methods:
+            if hasattr(type(owner), name):
+                generate = _unbound(getattr(owner, name))
+                # A method, which a copy of the model has as its own.
+                noted = MethodType(functools.wraps(generate)(noting(generate)), owner)
+                wrapped.append((owner, name, noted))
         self._installed.enter_context(replaced_methods(wrapped))
         _WATCHED[self._model] = self
 
@@ -167,9 +185,9 @@ class TokenPositions:
     def _noting_prompt(self, generate: Callable[..., Any]) -> Callable[..., Any]:
         """The ``generate`` of transformers, which is given the prompts."""
 
-        def noted(*args: Any, **kwargs: Any) -> Any:
+        def noted(model: Any, *args: Any, **kwargs: Any) -> Any:
             with self._generating(self._prompt_of(*args, **kwargs)):
-                return generate(*args, **kwargs)
+                return generate(model, *args, **kwargs)
 
         return noted
 
@@ -204,7 +222,7 @@ class TokenPositions:
         name = "decoder_attention_mask" if stack_of(self._model) is not None else "attention_mask"
 
         def noted(*args: Any, **kwargs: Any) -> Any:
-            self._mask = kwargs.get(name)
+            self._prepared = (kwargs.get(name),)
             return prepare(*args, **kwargs)
 
         return noted
@@ -215,7 +233,7 @@ class TokenPositions:
         if outer is None:
             self._prompt = prompt
         elif outer.length is None:  # of TransformerLens, which calls transformers
-            outer.length, outer.mask = prompt.length, prompt.mask
+            vars(outer).update(vars(prompt))
         try:
             yield
         finally:
@@ -224,13 +242,13 @@ class TokenPositions:
     def _prompt_of(self, *args: Any, **kwargs: Any) -> _Prompt:
         """The prompts that transformers' ``generate`` is given."""
         if stack_of(self._model) is not None:
-            return _Prompt() if kwargs.get("decoder_input_ids") is not None else _Prompt(1)
+            return _Prompt(None if kwargs.get("decoder_input_ids") is not None else 1, is_prepared=True)
         mask = kwargs.get("attention_mask")
         if mask is not None:  # it includes what the cache holds
-            return _Prompt(mask.shape[1], mask)
+            return _Prompt(mask.shape[1], mask, is_prepared=True)
         given = (kwargs.get("inputs_embeds"), *args[:1], kwargs.get("inputs"), kwargs.get("input_ids"))
         prompts = next((tokens for tokens in given if tokens is not None), None)
-        return _Prompt(1 if prompts is None else prompts.shape[1])
+        return _Prompt(1 if prompts is None else prompts.shape[1], is_prepared=True)
 
     def _look(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._running is not None and module is not self._inner:
@@ -247,15 +265,11 @@ class TokenPositions:
         if output is None:  # the pass ended in an exception
             return
         self._check_finite(output, batch)
-        if self._prompt is None and isinstance(batch, _Batch):
+        if isinstance(batch, _Batch) and not batch.is_generated:
             cache = getattr(output, "past_key_values", None)
             cache = batch.cache if cache is None else cache
             if cache is not None:
                 self._ends[cache] = batch.ends
-
-    def _measure(self, value: Tensor, hook: Any) -> None:
-        """Keep squared norms at the last layer: where they overflow, norms make 0 of finite vectors."""
-        self._sizes = value.to(_wide(value)).square().sum(-1)
 
     def _check_finite(self, output: Any, batch: _Batch | str) -> None:
         """Raise InputError where the changed model has overflowed, instead of generating from NaN or 0."""
@@ -279,10 +293,16 @@ class TokenPositions:
 
     def _read_batch(self, module: Any, given: Mapping[str, Any]) -> _Batch | str:
         """The tokens of a pass from its own arguments, or why they are unknown."""
-        stack = stack_of(self._model)
+        stack, prompt = stack_of(self._model), self._prompt
+        prepared, self._prepared = self._prepared, None
+        if prompt is not None and prompt.is_prepared and prepared is None:
+            prompt = None
         if is_visual(self._model):
-            n, length = len(given["pixel_values"]), n_image_positions(self._model)
-            positions = torch.arange(length, device=given["pixel_values"].device).expand(n, length)
+            images = given.get("pixel_values")
+            if images is None:
+                return "the pass has no images"
+            n, length = len(images), n_image_positions(self._model)
+            positions = torch.arange(length, device=images.device).expand(n, length)
             return _Batch(positions, positions[:, -1], positions[:, -1], whole=True)
         has_prefix = stack == DECODER and "decoder_input_ids" in _signature(module)
         prefix = "decoder_" if has_prefix else ""
@@ -291,18 +311,20 @@ class TokenPositions:
         if tokens is None:
             return "the pass has no token ids or embeddings"
         (n, length), cache = tokens.shape[:2], cache_of(given)
+        if cache is not None and not hasattr(cache, "get_seq_length"):
+            return f"its cache, {type(cache).__name__}, has no length"
         total = length + (0 if cache is None else cache.get_seq_length())
         mask = given.get(f"{prefix}attention_mask")
-        if self._prompt is not None and (isinstance(mask, Mapping) or getattr(mask, "ndim", 2) == 4):
-            mask = self._mask  # of which transformers has made masks of attention for a static cache
+        if prepared is not None and (isinstance(mask, Mapping) or getattr(mask, "ndim", 2) == 4):
+            mask = prepared[0]  # of which transformers has made masks of attention for a static cache
         if mask is not None and mask.ndim != 2:
             return f"attention_mask must be [batch, length], got one of {mask.ndim} dimensions"
         real = torch.ones(n, total, dtype=torch.bool, device=tokens.device) if mask is None else mask.bool()
         past = max(real.shape[1] - length, 0)
         positions = (real.cumsum(1) - 1).masked_fill(~real, -1)[:, -length:]
-        if self._prompt is not None and stack != ENCODER:
-            ends = _prompt_ends(self._prompt, real)
-            return _Batch(positions, ends, ends, whole=True)
+        if prompt is not None and stack != ENCODER:
+            ends = _prompt_ends(prompt, real)
+            return _Batch(positions, ends, ends, whole=True, is_generated=True)
         ends = positions.max(1).values
         if not past:
             return _Batch(positions, ends, ends, whole=True, cache=cache)
@@ -327,6 +349,13 @@ def _prompt_ends(prompt: _Prompt, real: Bool[Tensor, "batch total"]) -> Int[Tens
 def _wide(x: Tensor) -> torch.dtype:
     """The precision of sums: in float16 they overflow although their terms do not."""
     return torch.promote_types(x.dtype, torch.float32)
+
+
+def _unbound(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of a method, or of what a user has put in its place."""
+    return (
+        method.__func__ if isinstance(method, MethodType) else lambda _, *args, **more: method(*args, **more)
+    )
 
 
 def cache_of(given: Mapping[str, Any]) -> Any:

@@ -155,6 +155,25 @@ def test_beams_are_those_of_the_plain_model_without_a_cache(where, small_model, 
             assert torch.equal(model.original_model.generate(PROMPT, **search, **option), expected)
 
 
+@pytest.mark.parametrize("where", ["last", "new"])
+def test_guidance_without_the_prompt_is_a_sentence_of_its_own(where, small_model, plain_model):
+    """It begins with the prompt's last token, and the same new tokens follow."""
+    model, plain = small_model("llama"), plain_model("llama")
+    with controlled(model, COEFFICIENTS, how="add", where=where):
+        output = model.original_model.generate(PROMPT, guidance_scale=3.0, **GREEDY)
+    found, expected = output.sequences[0, -N_NEW:], []
+    for end in (END, 0):
+
+        def meant(n: int, end: int = end) -> Tensor:
+            return torch.arange(n) == end if where == "last" else torch.arange(n) > end
+
+        with torch.no_grad(), by_hand("llama", plain, meant):
+            sentence = torch.cat([PROMPT[0, END - end :], found])
+            expected.append(plain(sentence[None]).logits[0, end:-1].log_softmax(-1))
+    guided = 3 * (expected[0] - expected[1]) + expected[1]
+    assert torch.equal(found, guided.argmax(-1))
+
+
 def test_every_call_of_generate_has_its_own_prompt(small_model, plain_model):
     model, plain = small_model("llama"), plain_model("llama")
     with controlled(model, COEFFICIENTS, how="add", where="last"):
@@ -248,6 +267,21 @@ def test_contexts_at_last_tokens_end_in_any_order(small_model):
     with controlled(model, {"L1D1": 3.0}, where="last"), controlled(model, {"L2D1": 3.0}, where="new"):
         again = model.generate(PROMPT, 3, do_sample=False, verbose=False, stop_at_eos=False)
     assert torch.equal(inside, again)
+
+
+def test_a_copy_made_inside_of_a_context_generates_itself(small_model):
+    """It keeps the hooks, and is another model."""
+    model = small_model("llama")
+    with controlled(model, COEFFICIENTS, how="add", where="last"):
+        expected = model.original_model.generate(PROMPT, **GREEDY)
+        other = copy.deepcopy(model)
+        zeros = copy.deepcopy(model)
+    with torch.no_grad():
+        zeros.original_model.lm_head.weight.zero_()
+    output = other.original_model.generate(PROMPT, **GREEDY)
+    assert torch.equal(output.sequences, expected.sequences)
+    assert_near(torch.stack(output.logits), torch.stack(expected.logits))
+    assert not zeros.original_model.generate(PROMPT, **GREEDY).logits[0].any()
 
 
 def test_encoder_and_decoder_have_their_own_last_tokens(model_folder):
