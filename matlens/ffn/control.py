@@ -201,7 +201,7 @@ def _hooks(
 
 def _changing_hook(changes: Mapping[int, float], how: str, tokens: _ChosenTokens) -> Any:
     """A hook that changes coefficients of a layer, by their index."""
-    index, new_values = torch.tensor(list(changes)), torch.tensor(list(changes.values()))
+    index, new_values = torch.tensor(list(changes)), torch.tensor(list(changes.values()), dtype=torch.float32)
 
     def change_coefficients(m: Tensor, hook: Any) -> Tensor:
         at, number = index.to(m.device), new_values.to(m)

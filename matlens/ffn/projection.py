@@ -133,7 +133,7 @@ class Projection:
         if self.identity is not None and model is not None:
             Provenance(self.identity).check_same(other, ours="the projection", theirs=theirs)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def scores(self, vectors: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_vocab"]:
         """Score of every token for each vector."""
         self._check_weights()
@@ -174,7 +174,7 @@ class Projection:
         self._check_weights()
         blocks = self.blocks(vectors)
         # One buffer for the scores of all blocks: allocating one for each takes longer than ordering them.
-        with torch.inference_mode():
+        with torch.no_grad():
             buffer = self.unembedding.new_empty(len(blocks[0]), len(self.unembedding))
             picked = []
             for block in blocks:

@@ -188,7 +188,7 @@ class _BatchReader:
             **dict.fromkeys(scores, Column(n * k)),
         }
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def rows(self, batch: Rows) -> dict[str, Tensor]:
         """The rows of a trace for the examples of a batch."""
         n, n_layers = len(batch.index), self._values.n_layers
@@ -211,7 +211,9 @@ class _BatchReader:
         for layer in range(n_layers):
             m = batch.vectors[self._coefficients[layer]]
             contribution = m.abs() * self._norms[layer]
-            outputs = batch.vectors.get(self._outputs[layer], torch.zeros(n, self._values.d_model))
+            outputs = batch.vectors.get(
+                self._outputs[layer], torch.zeros(n, self._values.d_model, dtype=torch.float32)
+            )
             scale = self._values.scale(layer, outputs).cpu()
             columns["scale"][:, layer, 0] = scale
             index = {
@@ -238,4 +240,4 @@ class _BatchReader:
 
     @staticmethod
     def _sum(batch: Rows, sites: list[str]) -> Tensor:
-        return sum((batch.vectors[site] for site in sites), start=torch.zeros(()))
+        return sum((batch.vectors[site] for site in sites), start=torch.zeros((), dtype=torch.float32))

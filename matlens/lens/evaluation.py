@@ -118,8 +118,9 @@ def evaluate(
             raise InputError(f"{short(key)} must have {n} vectors, one per token, got {len(given)}.")
     evaluated = {
         key: Evaluation(
-            torch.empty(n, dtype=torch.long), torch.empty(n),
-            torch.empty(n) if kl else None, torch.empty(n) if confidence else None,
+            torch.empty(n, dtype=torch.long), torch.empty(n, dtype=torch.float32),
+            torch.empty(n, dtype=torch.float32) if kl else None,
+            torch.empty(n, dtype=torch.float32) if confidence else None,
         )
         for key in predictions
     }  # fmt: skip

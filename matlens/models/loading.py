@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 
 @checked
+@torch.inference_mode(False)  # its weights can be trained
 def load(
     name: str | os.PathLike[str],
     *,
