@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -103,21 +105,37 @@ def _slices(x: Tensor) -> list[Tensor]:
     return [part.float() for part in made]
 
 
+@contextmanager
+def recording_gradients() -> Iterator[None]:
+    """Record gradients, also inside `torch.no_grad` or `torch.inference_mode`.
+
+    Tensors made inside can be trained; those that come from inference mode must be copied first.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
 def log_softmax(logits: Float[Tensor, "*n d_vocab"]) -> Float[Tensor, "*n d_vocab"]:
-    """``ln softmax(logits)`` over the last dimension.
+    """``ln softmax(logits)`` over the last dimension, in float32 for logits in half precision.
 
     `torch.log_softmax` in float32 on the CPU adds the exponentials one after another: for 262,144 tokens all
     its values are too large by about 3e-5, always in the same direction. `torch.logsumexp` is exact to 1e-6.
     """
+    logits = _at_least_float32(logits)
     return logits - logits.logsumexp(-1, keepdim=True)
 
 
 def kl_divergence(
     log_p: Float[Tensor, "*n d_vocab"], log_q: Float[Tensor, "*n d_vocab"]
 ) -> Float[Tensor, " *n"]:
-    """``KL(p || q)`` in nats, from log-probabilities."""
+    """``KL(p || q)`` in nats, from log-probabilities; at least in float32."""
+    log_p, log_q = _at_least_float32(log_p), _at_least_float32(log_q)
     p = log_p.exp()
     return torch.where(p == 0, torch.zeros_like(p), p * (log_p - log_q)).sum(-1)
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.float() if x.element_size() < 4 else x
 
 
 _FEW = 16  # values in a group, below which topk is quicker

@@ -20,6 +20,7 @@ from sklearn.metrics import r2_score
 from torch import Tensor
 
 import matlens
+from matlens.activations import Activations
 
 SUBMODULES = {"mat_attn": ("attn",), "mat_ffn": ("ffn",), "mat_ln1_ln2": ("ln1", "ln2")}
 PAIRS = [(a, b) for a in range(N_LAYERS) for b in range(a + 1, N_LAYERS + 1)]
@@ -73,6 +74,23 @@ class StudyByHand:
             for rows in (slice(None), ~self.train.sink)
         )
         self.truth = self.validation.h(N_LAYERS)
+
+    def mapped_by_run(
+        self, folder: Path, vectors: Activations | None = None
+    ) -> dict[tuple[str, int], Tensor]:
+        """What the maps of a run make of vectors, by default the validation sentences'.
+
+        Maps of BERT are compared by their fit: its norms leave one direction with nothing but rounding
+        errors, which coefficients of thousands enlarge.
+        """
+        (stored,) = folder.glob("studies/*/maps")
+        maps, last = matlens.MapSet.load(stored), self.train.h(N_LAYERS)
+        vectors = Activations.load(stored.parent / "validation") if vectors is None else vectors
+        for layer in range(N_LAYERS):
+            h, weight = self.train.h(layer), maps[layer, N_LAYERS].weight.double()
+            errors = [float((last - h @ each.T).norm()) for each in (weight, fitted(h, last))]
+            assert errors[0] < 1.05 * errors[1]
+        return {("mat", layer): maps[layer, N_LAYERS](vectors[layer]) for layer in range(N_LAYERS)}
 
     def judge(self, substitutes: dict[Any, Tensor], n: int | None = None) -> dict[Any, list[float]]:
         return judged_by_hand(self.plain, self.truth[:n], {key: h[:n] for key, h in substitutes.items()})

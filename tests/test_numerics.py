@@ -102,6 +102,19 @@ def test_log_probabilities_of_a_large_vocabulary_are_those_of_float64():
     assert abs(float((ours.double() - expected).mean())) < 1e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_probabilities_of_logits_in_half_precision_sum_to_one(dtype):
+    p, q = (draw(4, seed)[:, :50_000].to(dtype) for seed in (0, 1))
+    ours, exact = log_softmax(p), p.double().log_softmax(-1)
+    torch.testing.assert_close(ours.double(), exact, rtol=0, atol=1e-5)
+    torch.testing.assert_close(ours.exp().sum(-1), torch.ones(4), rtol=0, atol=1e-5)
+    expected = (exact.exp() * (exact - q.double().log_softmax(-1))).sum(-1)
+    torch.testing.assert_close(kl_divergence(ours, log_softmax(q)).double(), expected, rtol=1e-5, atol=0)
+    rounded = [log_softmax(x).to(dtype) for x in (p, q)]  # as a model in half precision gives them
+    wanted = (rounded[0].double().exp() * (rounded[0].double() - rounded[1].double())).sum(-1)
+    torch.testing.assert_close(kl_divergence(*rounded).double(), wanted, rtol=1e-5, atol=0)
+
+
 def test_divergence_and_confidence_of_a_large_vocabulary_are_those_of_float64():
     p, q = draw(4, 0), draw(4, 1)
     log_p, log_q = p.double().log_softmax(-1), q.double().log_softmax(-1)

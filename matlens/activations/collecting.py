@@ -193,7 +193,7 @@ class _Batches:
         return batch, (torch.from_numpy(sentence), torch.from_numpy(place)), rows
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _stream(
     model: TransformerBridge,
     batches: _Batches,

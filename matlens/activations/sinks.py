@@ -105,7 +105,7 @@ def find_sinks(
     or three others are there to compare, and where most tokens are first tokens.
     """
     layers = [str(site) for site in ModelLayout.from_model(model).stream]
-    index, found = [torch.empty(0, dtype=torch.long)], [torch.empty(0, len(layers))]
+    index, found = [torch.empty(0, dtype=torch.long)], [torch.empty(0, len(layers), dtype=torch.float32)]
     for rows in stream(
         model, examples, layers, positions="all", batch_tokens=batch_tokens, progress=progress, divided=True
     ):

@@ -163,7 +163,7 @@ def _blocks(target: str, n: int) -> tuple[int, int]:
     return first, last
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _outcome(model: TransformerBridge, prompt: Prompt, n_tokens: int) -> Outcome:
     ids = torch.tensor([encode_prompt(model, prompt).ids], device=model.cfg.device)
     text = _continuation(model, ids, n_tokens)

@@ -193,7 +193,7 @@ def _named(lenses: Sequence[Lens]) -> dict[str, Lens]:
     return named
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def dominant_cells(
     updates: Updates, projection: Projection, followed: Int[Tensor, " followed"], k: int, *, progress: bool
 ) -> UpdateCells:

@@ -39,7 +39,7 @@ def shortened(examples: Examples, longest: int = LONGEST) -> Examples:
     return replace(examples, positions=last[examples.sentences]).up_to_positions()
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def max_activating_examples(
     model: TransformerBridge, examples: Examples, values: ValueVectors, folder: Path, *,
     n_best: int = 5, progress: bool = True,
@@ -86,7 +86,7 @@ class Usage:
         shape = n_layers, n_best, d_mlp
         self.n_done = self.n_tokens = 0
         self.sentence = torch.full(shape, -1, dtype=torch.int32)
-        self.peak = torch.full(shape, -torch.inf)
+        self.peak = torch.full(shape, -torch.inf, dtype=torch.float32)
         self.coefficients = torch.zeros(*shape, LONGEST, dtype=torch.int8)
         self.dominant = torch.zeros(n_layers, d_mlp, dtype=torch.int64)
 
@@ -130,7 +130,7 @@ class Usage:
         self, layer: int, m: Tensor, at: tuple[Tensor, Tensor], counted: Tensor, sentences: Tensor
     ) -> None:
         n, n_best = len(sentences), self.peak.shape[1]
-        grid = torch.zeros(n, LONGEST, m.shape[1])
+        grid = torch.zeros(n, LONGEST, m.shape[1], dtype=torch.float32)
         grid[at] = m
         outside = torch.ones(n, LONGEST, 1, dtype=torch.bool)
         outside[at[0][counted], at[1][counted]] = False

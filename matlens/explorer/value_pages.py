@@ -197,7 +197,7 @@ class _Pages:
     def _near(self, layer: int, units: Tensor | None) -> tuple[Tensor, Tensor]:
         d_mlp = self._values.d_mlp
         if units is None:
-            return torch.empty(d_mlp, 0, dtype=torch.long), torch.empty(d_mlp, 0)
+            return torch.empty(d_mlp, 0, dtype=torch.long), torch.empty(d_mlp, 0, dtype=torch.float32)
         rows = torch.arange(layer * d_mlp, (layer + 1) * d_mlp)
         cosines = units[rows] @ units.T
         cosines[torch.arange(d_mlp), rows] = -2.0  # not itself

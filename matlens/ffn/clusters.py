@@ -138,7 +138,7 @@ class Clusters:
     def directions(self, values: ValueVectors, indices: Iterable[int]) -> Float[Tensor, "m d_model"]:
         """Mean of the unit vectors of each cluster."""
         self.provenance.check_same(values.identity, ours="the clusters")
-        means = [torch.empty(0, values.d_model)]
+        means = [torch.empty(0, values.d_model, dtype=torch.float32)]
         for cluster in indices:
             vectors = values.vectors(map(values.at, self.members(cluster).tolist())).cpu().double()
             means.append((vectors / vectors.norm(dim=1, keepdim=True)).mean(0, keepdim=True).float())

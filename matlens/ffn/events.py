@@ -151,7 +151,7 @@ def trace_row(
 
 
 @checked
-@torch.inference_mode()
+@torch.no_grad()
 def relative_scores(trace: Trace, model: TransformerBridge, to: Literal["mean", "rival"]) -> TraceScores:
     """Scores relative to the vocabulary's mean (lift) or to the rival's score (log-odds).
 

@@ -59,7 +59,7 @@ class TextLosses(NamedTuple):
 
 
 @checked
-@torch.inference_mode()
+@torch.no_grad()
 def text_losses(
     model: TransformerBridge,
     texts: Examples | Corpus | Sequence[str],
@@ -102,7 +102,7 @@ def _losses(model: TransformerBridge, batch: Batch) -> Float[Tensor, " batch"]:
     logits = model(tokens, attention_mask=mask, return_type="logits")[:, :-1].float()
     following, real = tokens[:, 1:].to(logits.device), mask[:, 1:].bool().to(logits.device)
     check_finite(logits[mask[:, :-1].bool().to(logits.device)], "the logits")
-    total = torch.zeros(())
+    total = torch.zeros((), dtype=torch.float32)
     for start in range(0, logits.shape[1], _PLACES):
         part = slice(start, start + _PLACES)
         log_p = log_softmax(logits[:, part]).gather(2, following[:, part, None])[..., 0]

@@ -140,7 +140,7 @@ class Projection:
         if self.identity is not None and model is not None:
             Provenance(self.identity).check_same(other, ours="the projection", theirs=theirs)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def scores(self, vectors: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_vocab"]:
         """Score of every token for each vector."""
         return self._inputs(vectors) @ self.unembedding.T
@@ -178,7 +178,7 @@ class Projection:
             check_int(k, "k", min=1, max=len(self.unembedding))
         blocks = self.blocks(vectors)
         # One buffer for the scores of all blocks: allocating one for each takes longer than ordering them.
-        with torch.inference_mode():
+        with torch.no_grad():
             buffer = self.unembedding.new_empty(len(blocks[0]), len(self.unembedding))
             picked = []
             for block in blocks:

@@ -195,7 +195,7 @@ class _BatchReader:
             **dict.fromkeys(scores, Column(n * k)),
         }
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def rows(self, batch: Rows) -> dict[str, Tensor]:
         """The rows of a trace for the examples of a batch."""
         n, n_layers = len(batch.index), self._values.n_layers
@@ -246,4 +246,4 @@ class _BatchReader:
 
     @staticmethod
     def _sum(batch: Rows, sites: list[str]) -> Tensor:
-        return sum((batch.vectors[site] for site in sites), start=torch.zeros(()))
+        return sum((batch.vectors[site] for site in sites), start=torch.zeros((), dtype=torch.float32))

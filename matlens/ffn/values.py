@@ -216,10 +216,10 @@ class ValueVectors:
         """The output bias of a layer, independent of the coefficients; zeros if the model has none."""
         bias = self._biases[self.resolve_layer(layer)]
         if bias is None:
-            return torch.zeros(self.d_model, device=self.device)
+            return torch.zeros(self.d_model, dtype=torch.float32, device=self.device)
         return self._reaching(layer, bias.detach().to(self.device, torch.float32, copy=True))
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def scale(self, layer: int, outputs: Float[Tensor, "n d_model"]) -> Float[Tensor, " n"]:
         """The factor of a norm after the FFN for all sub-updates of a token; 1 without such a norm.
 
@@ -227,7 +227,7 @@ class ValueVectors:
         """
         layer = self.resolve_layer(layer)
         if self.output_kind == FFN_OUT:
-            return torch.ones(len(outputs), device=self.device)
+            return torch.ones(len(outputs), dtype=torch.float32, device=self.device)
         self._check_from_model()
         outputs = outputs.to(self.device, torch.float32)
         normed, unscaled = self._norms[layer](outputs), self._reaching(layer, outputs)
@@ -300,7 +300,7 @@ class ValueVectors:
         layer = self.resolve_layer(layer)
         vectors = self.layer_view(layer)
         generator = torch.Generator().manual_seed((seed * self.n_layers + layer) % 2**63)
-        noise = torch.randn(n, self.d_model, generator=generator).to(self.device)
+        noise = torch.randn(n, self.d_model, generator=generator, dtype=torch.float32).to(self.device)
         return vectors.mean(0) + noise * vectors.std(0)
 
     def random_sub_updates(
@@ -312,7 +312,8 @@ class ValueVectors:
         sizes = [len(rows) for rows in torch.arange(n).split(max(_SAMPLED // self.d_mlp, 1))]
 
         def sample(rows: int) -> Tensor:
-            return torch.rand((rows, self.d_mlp), generator=generator).topk(k).indices.to(torch.int32)
+            chances = torch.rand((rows, self.d_mlp), generator=generator, dtype=torch.float32)
+            return chances.topk(k).indices.to(torch.int32)
 
         return [torch.cat([sample(rows) for rows in sizes]) for _ in range(self.n_layers)]
 

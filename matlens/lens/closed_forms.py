@@ -73,7 +73,7 @@ def solve(
         ridge = STRENGTHS[int(errors.argmin())]
     weight, bias = sums.solution(intercept=config.intercept, ridge=ridge * unit)
     if config.toward == "identity":
-        weight = weight + torch.eye(len(weight)).to(weight)
+        weight = weight + torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
     right = None
     if config.rank is not None and config.rank < len(weight):
         # The fitted values are the rows of a rotation of r @ weight.T.
@@ -139,7 +139,7 @@ class _Statistics:
         self.sums = {site: LeastSquares(width, {self.last: width}, source=site) for site in sources}
         self._is_held_out = torch.zeros_like(mask)
         self._is_held_out[keys.masked_fill(~mask, torch.iinfo(keys.dtype).max).argsort()[:_HELD_OUT]] = True
-        self._held_out: Samples = dict.fromkeys(sites, torch.empty(0, width)) | {
+        self._held_out: Samples = dict.fromkeys(sites, torch.empty(0, width, dtype=torch.float32)) | {
             "index": torch.empty(0, dtype=torch.long), "weights": torch.empty(0, dtype=torch.float64)
         }  # fmt: skip
 

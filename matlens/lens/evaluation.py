@@ -133,8 +133,9 @@ def evaluate(
     digest = tensor_digest(truth[:: -(-n // _ROWS)].float())
     evaluated = {
         key: Evaluation(
-            torch.empty(n, dtype=torch.long), torch.empty(n),
-            torch.empty(n) if kl else None, torch.empty(n) if confidence else None, digest,
+            torch.empty(n, dtype=torch.long), torch.empty(n, dtype=torch.float32),
+            torch.empty(n, dtype=torch.float32) if kl else None,
+            torch.empty(n, dtype=torch.float32) if confidence else None, digest,
         )
         for key in predictions
     }  # fmt: skip

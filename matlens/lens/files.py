@@ -179,7 +179,7 @@ def read_tuned_lens(folder: str | Path, model: TransformerBridge) -> LensMaps:
         provenance = Provenance(ModelIdentity.from_model(model), details=details)
         maps = {}
         for layer in range(n_layers):
-            parts = {"weight": state[f"{layer}.weight"].float() + torch.eye(width)}
+            parts = {"weight": state[f"{layer}.weight"].float() + torch.eye(width, dtype=torch.float32)}
             if f"{layer}.bias" in state:
                 parts["bias"] = state[f"{layer}.bias"].float()
             maps[layer] = _linear(parts, layer, provenance)

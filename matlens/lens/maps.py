@@ -122,4 +122,8 @@ class LensMaps:
     def matrix(self, layer: int) -> Float[Tensor, "d_model d_model"]:
         """The dense matrix of a layer's map, which may be the identity."""
         linear = self.maps[layer]
-        return torch.eye(self.provenance.identity.d_model) if linear is None else linear.matrix
+        return (
+            torch.eye(self.provenance.identity.d_model, dtype=torch.float32)
+            if linear is None
+            else linear.matrix
+        )

@@ -30,7 +30,7 @@ from matlens.linear.least_squares import warn_if_few
 from matlens.linear.maps import LinearMap
 from matlens.models.identity import Provenance
 from matlens.models.readout import Readout, check_vectors
-from matlens.numerics import in_float64, kl_divergence, log_softmax
+from matlens.numerics import in_float64, kl_divergence, log_softmax, recording_gradients
 from matlens.parallel import Bar
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def draw_tokens(
     chances: Float[Tensor, " d_vocab"], generator: torch.Generator
 ) -> tuple[Int[Tensor, " k"], Float[Tensor, " k"]]:
     """Sample tokens, with the log-probabilities that correct their scores."""
-    tokens = (torch.rand(len(chances), generator=generator) < chances).nonzero()[:, 0]
+    tokens = (torch.rand(len(chances), generator=generator, dtype=torch.float32) < chances).nonzero()[:, 0]
     return tokens, chances[tokens].log()
 
 
@@ -89,6 +89,7 @@ class LayerTraining:
     It begins with the map ``start``, by default 0, and ``scale``, the factor on its scores.
     """
 
+    @recording_gradients()
     def __init__(
         self,
         readout: Readout,
@@ -105,25 +106,27 @@ class LayerTraining:
             check_vectors(vectors, width)
         if len(h) != len(last) or not len(h):
             raise InputError(f"h and last must be as many samples, one or more, got {len(h)}, {len(last)}.")
-        weight, bias = torch.zeros(width, width), torch.zeros(width)
+        zeros = torch.zeros(width + 1, width, dtype=torch.float32)
+        weight, bias = zeros[:-1], zeros[-1]
         if start is not None:
             weight, bias = start.matrix, bias if start.bias is None else start.bias
         self.readout, self.h, self.last, self.norm = readout, h, last, norm
         self.weight, self.bias = (
             part.detach().to(device, torch.float32).clone().requires_grad_() for part in (weight, bias)
         )
-        self.log_scale = torch.tensor(math.log(scale), device=device, requires_grad=True)
+        self.log_scale = torch.tensor(math.log(scale), dtype=torch.float32, device=device, requires_grad=True)
         self.residual = False  # whether the map is added to the vectors
         self.generator = torch.Generator().manual_seed(seed)
 
     def rescale(self) -> None:
         """Find the factor on the scores that minimizes the divergence, of 0.4, 0.5 to 1."""
         with torch.no_grad():
-            losses = torch.zeros(len(_SCALES), device=self.readout.device)
+            losses = torch.zeros(len(_SCALES), dtype=torch.float32, device=self.readout.device)
             for truth, scores in self._pilot():
                 losses += torch.stack([divergence(scale * scores, truth).sum() for scale in _SCALES])
             self.log_scale += math.log(_SCALES[int(losses.argmin())])
 
+    @recording_gradients()
     def polish(
         self, *, steps: int = STEPS, batch: int = BATCH, tokens: int = TOKENS, rate: float = 0.03
     ) -> None:
@@ -135,7 +138,7 @@ class LayerTraining:
         """
         steps, batch = steps_for(len(self.h), steps, batch)
         with torch.no_grad():  # the chance of a token grows with its probability in either distribution
-            squares = torch.zeros(self.readout.d_vocab, device=self.readout.device)
+            squares = torch.zeros(self.readout.d_vocab, dtype=torch.float32, device=self.readout.device)
             for truth, scores in self._pilot():
                 squares += truth.exp().square().sum(0) + log_softmax(scores).exp().square().sum(0)
             chances = token_chances(squares.sqrt().cpu(), tokens)
@@ -155,6 +158,7 @@ class LayerTraining:
             adam.step()
             schedule.step()
 
+    @recording_gradients()
     def tune(self, *, steps: int = 250, rate: float = 1.0, batch: int | None = None) -> None:
         """Train ``h + A h + b`` from ``A = 0`` as the package tuned-lens does by default.
 
@@ -180,7 +184,9 @@ class LayerTraining:
 
     def result(self) -> dict[str, Tensor]:
         """Weight, bias and scale."""
-        weight = self.weight + torch.eye(len(self.weight)).to(self.weight) if self.residual else self.weight
+        weight = self.weight
+        if self.residual:
+            weight = weight + torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
         parts = {"weight": weight, "bias": self.bias, "scale": self.log_scale.exp()}
         if not all(bool(part.isfinite().all()) for part in parts.values()):
             raise InputError("Training diverged. Use a smaller rate.")
@@ -300,6 +306,7 @@ def longest_sentences(sentences: Sequence[str], n: int) -> list[str]:
     return sorted(sentences, key=lambda text: (-len(text.split()), text))[:n]
 
 
+@recording_gradients()
 def fit_jacobian(
     model: TransformerBridge,
     corpus: Corpus,
@@ -335,7 +342,10 @@ def fit_jacobian(
     long = [(text, length) for text, length in lengths if length > skip + 1]
     if not long:
         raise InputError(f"corpus must have a sentence of more than {skip + 1} tokens, got none.")
-    n_fitted, jacobians = 0, torch.zeros(len(layers), int(model.cfg.d_model), int(model.cfg.d_model))
+    n_fitted, jacobians = (
+        0,
+        torch.zeros(len(layers), int(model.cfg.d_model), int(model.cfg.d_model), dtype=torch.float32),
+    )
     if own := [text for text, _ in long[parallel.rank() :: parallel.world_size()]]:
         try:
             fitted = JacobianLens.fit(

@@ -239,7 +239,7 @@ def read_trajectory(
     )  # fmt: skip
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def read_cells(
     lens: Any,
     vectors: Sequence[Float[Tensor, "n d_model"]],

@@ -252,7 +252,7 @@ class _Atlas:
         ]
         return Variant(min(part.layer for part in parts), replacements)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _read(self, h: Float[Tensor, "n d_model"]) -> tuple[np.ndarray, np.ndarray]:
         """``-ln p`` of the target and the top token at each position; infinite if ``h`` is."""
         losses, top = np.full(len(h), np.inf), np.full(len(h), -1)

@@ -158,7 +158,7 @@ class PartSums:
             self._sinks = [parallel.concatenate(self._joined_sinks(), "vectors of sinks")]
 
     def _joined_sinks(self) -> dict[str, Tensor]:
-        none = torch.empty(0, self._width)
+        none = torch.empty(0, self._width, dtype=torch.float32)
         return {site: torch.cat([none, *(part[site] for part in self._sinks)]) for site in self.sites}
 
     def solve(self, provenance: Provenance) -> Iterator[tuple[Part, bool, LinearMap, dict[str, float]]]:

@@ -93,7 +93,8 @@ def n_image_positions(model: Any) -> int:
 def probe_inputs(model: Any) -> tuple[Tensor, tuple[int, int]]:
     """A few inputs to probe a model: batch size and vectors per input."""
     if is_visual(model):
-        images = torch.randn(3, *image_shape(model), generator=torch.Generator().manual_seed(0))
+        generator = torch.Generator().manual_seed(0)
+        images = torch.randn(3, *image_shape(model), generator=generator, dtype=torch.float32)
         images = images.to(model.cfg.device, next(model.original_model.parameters()).dtype)
         return images, (len(images), n_image_positions(model))
     # A length that tells the axis of tokens from all others.

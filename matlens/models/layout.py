@@ -227,7 +227,7 @@ def _examine(model: TransformerBridge) -> ModelLayout:
     listening = model.blocks[0].register_forward_hook(count_returned)
     try:
         hooks = [(name, keep) for name in names if closed(name) is None]  # others are turned on in model.cfg
-        with torch.inference_mode(), reading(model, hooks):
+        with torch.no_grad(), reading(model, hooks):
             model(probe, return_type=None)
     finally:
         listening.remove()
@@ -284,7 +284,7 @@ def output_multiplier(model: TransformerBridge) -> float:
     return float(getattr(model.blocks[0], "residual_contribution_scale", 1.0))
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _d_mlp(model: TransformerBridge, wiring: Wiring, seen: Mapping[str, Tensor]) -> int:
     """Width of the coefficients, 0 if a block's FFN output is not its output layer's of them."""
     if "ffn_out" not in wiring.hooks:

@@ -37,6 +37,7 @@ _WRAPPED = "_original_component"  # what TransformerLens calls the module in a c
 
 
 @checked
+@torch.inference_mode(False)  # its weights can be trained
 def load(
     name: str | os.PathLike[str],
     *,

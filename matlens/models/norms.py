@@ -32,18 +32,18 @@ class NormGain:
     centred: bool
 
     @classmethod
-    @torch.inference_mode()
+    @torch.no_grad()
     def from_module(cls, norm: nn.Module, width: int) -> NormGain:
         """Find the gain of a norm from its outputs for a few vectors, however it stores its weights."""
         norm = copy.deepcopy(norm).float()
         device = next(norm.parameters(), torch.empty(0)).device  # some norms have no weights
         # Dimensions far from 0 with mean 0, so large that eps does not matter.
-        probe = torch.linspace(1, 2, width, device=device)
+        probe = torch.linspace(1, 2, width, dtype=torch.float32, device=device)
         probe[::2] *= -1
         probe = 1000 * (probe - probe.mean())
         bias = (norm(probe) + norm(-probe)) / 2
         gain = (norm(probe) - bias) * probe.square().mean().sqrt() / probe
-        other = probe.roll(1) + torch.linspace(0, 1000, width, device=device)
+        other = probe.roll(1) + torch.linspace(0, 1000, width, dtype=torch.float32, device=device)
         for centred in (False, True):
             candidate = cls(gain, centred)
             rest = candidate(other) / (other.std(correction=0) if centred else other.square().mean().sqrt())

@@ -81,7 +81,7 @@ class Readout:
         if tokens is not None:
             self._check_tokens(tokens)
         *modules, unembedding = self._head
-        with nullcontext() if gradients else torch.inference_mode():
+        with nullcontext() if gradients else torch.no_grad():
             features = h.to(self.device, torch.float32)
             for module in modules:
                 features = _with_constants(module, features)
@@ -117,7 +117,7 @@ class Readout:
         tops, above = self._tops(h, ids.to(self.device, torch.int64))
         return tops, above + 1
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _tops(self, h: Tensor, ids: Tensor | None) -> Any:
         """The best tokens, and how many are above given ones; a few vectors at a time."""
         check_vectors(h, self.d_model)
@@ -155,7 +155,7 @@ class Readout:
     def _agrees_with(self, model: TransformerBridge) -> None:
         seen: list[Tensor] = []
         last = ModelLayout.from_model(model).hook(model.cfg.n_layers)
-        with torch.inference_mode(), reading(model, [(last, lambda h, hook: seen.append(h))]):
+        with torch.no_grad(), reading(model, [(last, lambda h, hook: seen.append(h))]):
             truth = model(probe_inputs(model)[0], return_type="logits")
         if not seen:
             raise InputError(
@@ -194,7 +194,9 @@ def check_vectors(vectors: Tensor, width: int) -> None:
 
 def _with_constants(module: nn.Module, x: Tensor) -> Tensor:
     """The output of a module whose weights are constants, differentiable in its input."""
-    constants = {name: weight.detach() for name, weight in module.named_parameters()}
+    # Inference tensors cannot be part of a computation with gradients.
+    weights = ((name, weight.detach()) for name, weight in module.named_parameters())
+    constants = {name: weight.clone() if weight.is_inference() else weight for name, weight in weights}
     return torch.func.functional_call(module, constants, (x,))
 
 

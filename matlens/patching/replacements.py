@@ -301,12 +301,13 @@ def _check_effect(model: TransformerBridge, layout: ModelLayout, replacement: Re
         return
 
     def disturb(value: Tensor, hook: Any) -> Tensor:
-        noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value)
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn(value.shape, generator=generator, dtype=torch.float32).to(value)
         return value + noise * (value.float().std() + 1).to(value.dtype)
 
     probe, _ = probe_inputs(model)
     try:
-        with torch.inference_mode():
+        with torch.no_grad():
             before = model(probe)
             with model.hooks(fwd_hooks=[(layout.written_at(target)[0], disturb)]):
                 after = model(probe)

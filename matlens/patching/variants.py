@@ -44,7 +44,7 @@ class Variant:
 
 
 @checked
-@torch.inference_mode()
+@torch.no_grad()
 def run_variants(
     model: TransformerBridge,
     examples: Examples,

@@ -104,7 +104,7 @@ def evaluation_tokens(windows: Examples) -> Int[Tensor, "n length"]:
 
 
 @checked
-@torch.inference_mode()
+@torch.no_grad()
 def read_text(model: Any, windows: Examples, *, desc: str = "reading", progress: bool = True) -> ReadText:
     """Losses and top tokens of a plain model on the full windows of a text, two or more."""
     if is_random(model.modules()):
@@ -169,7 +169,7 @@ def compare_costs(model: TransformerBridge, pruned: Pruned, *, rounds: PositiveI
 
 
 @checked
-@torch.inference_mode()
+@torch.no_grad()
 def time_in_turns(models: Sequence[Any], *, rounds: PositiveInt = 5) -> list[Timed]:
     """Time several plain models in turns, so that a slow machine slows all of them."""
     timed = [Timed([], sum(w.numel() * w.element_size() for w in model.parameters()), 0) for model in models]

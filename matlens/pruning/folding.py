@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from matlens.errors import InputError
 from matlens.linear.least_squares import LeastSquares
-from matlens.numerics import in_float64, kl_divergence
+from matlens.numerics import in_float64, kl_divergence, recording_gradients
 from matlens.parallel import Bar
 from matlens.pruning.choosing import spans_of
 from matlens.pruning.layouts import Layout, Streams, differ, full_block, silence
@@ -212,6 +212,7 @@ class Healed(NamedTuple):
     seconds: float
 
 
+@recording_gradients()
 def heal(
     streams: Streams, pruned: Any, blocks: Sequence[int], method: Method, n_tokens: int, *,
     seed: int = 0, progress: bool = True,

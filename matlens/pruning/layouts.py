@@ -126,6 +126,7 @@ def silence(module: nn.Module) -> None:
 
 
 @checked
+@torch.inference_mode(False)  # its weights can be trained
 def plain_copy(model: TransformerBridge) -> Any:
     """A copy of the plain Hugging Face model in a bridge."""
     source = model.original_model
@@ -182,7 +183,7 @@ class Streams:
         self._calls: list[list[tuple[tuple[Any, ...], dict[str, Any]]]] = []
         self.h: list[Tensor] = self._run(progress)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _run(self, progress: bool) -> list[Tensor]:
         """Run the model, and record the arguments of each block."""
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -239,7 +240,7 @@ class Streams:
         part.h = [h[: n_batches * self._step] for h in self.h]
         return part
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def after(self, index: int, block: nn.Module, h: Float[Tensor, "n length d_model"]) -> Tensor:
         """The stream after a block, or another in its place, run on a stream before it."""
         device = self.layout.model.device
@@ -271,7 +272,7 @@ class Streams:
         )
         return out, read, written
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def losses(self, h: Float[Tensor, "n length d_model"]) -> Float[Tensor, " n"]:
         """Mean next-token loss of each text, from an approximation of the last layer."""
         losses = []

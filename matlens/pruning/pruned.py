@@ -277,6 +277,7 @@ class Calibration:
             )
 
 
+@torch.inference_mode(False)  # its weights can be trained
 def build(layout: Layout, blocks: Iterable[int], matrices: dict[int, Matrix]) -> Any:
     """A new plain model without some blocks, with replaced matrices in others."""
     original, removed = layout.model, set(blocks)

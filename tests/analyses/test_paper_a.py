@@ -53,7 +53,10 @@ def test_predictions_are_those_of_the_plain_model(name, models, n, finished, by_
     assert [Path(model).name for model in table["model"].unique()] == models
     for model, rows in table.groupby("model"):
         study = by_hand(Path(str(model)).name)
-        assert_judged(rows, study.judge(study.layers(), n), nats=2e-3)
+        vectors = study.layers()
+        if study.name == "bert":
+            vectors |= study.mapped_by_run(finished(name, study.name))
+        assert_judged(rows, study.judge(vectors, n), nats=2e-3)
         assert {*rows["n"]} == {n}
 
 
@@ -190,6 +193,7 @@ def test_maps_of_all_positions_are_least_squares_on_all(finished, by_hand):
     [("plausibility", SINKS), ("plausibility", "bert"), ("paper_a_table1_tokens", SINKS)],
 )
 def test_top_tokens_are_the_largest_of_a_softmax_of_the_plain_models_head(name, model, finished, by_hand):
+    out = finished(name, model)
     study, tokenizer, expected = by_hand(model), by_hand(model).model.tokenizer, []
     if name == "plausibility":
         examples = make_examples(study.model, study.parts[1], seed=0, sample_special=False).head(8)
@@ -197,8 +201,11 @@ def test_top_tokens_are_the_largest_of_a_softmax_of_the_plain_models_head(name, 
     else:
         examples, layers = matlens.make_prompts(study.model, PROMPTS), (0, 1, 3)
     given, head = Sentences(model, study.plain, examples), make_readout(study.plain)
+    mapped = {("mat", layer): study.mapped(layer, given.h(layer)) for layer in layers}
+    if model == "bert":
+        mapped |= study.mapped_by_run(out, collect(study.model, examples, progress=False))
     for layer in layers:
-        ways = {"id": given.h(layer), "mat": study.mapped(layer, given.h(layer))}
+        ways = {"id": given.h(layer), "mat": mapped["mat", layer]}
         for method in list(ways) if layer < N_LAYERS else ["id"]:
             with torch.no_grad():
                 top = head(ways[method]).softmax(-1).topk(5)
@@ -214,7 +221,7 @@ def test_top_tokens_are_the_largest_of_a_softmax_of_the_plain_models_head(name, 
                     expected.append(
                         (" ".join(words), method, layer, rank + 1, token, float(top.values[i, rank]))
                     )
-    table = pd.read_csv(finished(name, model) / f"{name}.csv", keep_default_na=False)
+    table = pd.read_csv(out / f"{name}.csv", keep_default_na=False)
     wanted = pd.DataFrame(expected, columns=list(table))
     pd.testing.assert_frame_equal(table, wanted, check_exact=False, rtol=1e-4)
     assert table["token"].nunique() > 5, "the layers tell nothing apart"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from conftest import (
@@ -512,7 +513,7 @@ def test_the_cache_gives_what_the_model_gives(folder, monkeypatch):
         projection, expected = ours.projection(reading), make(model)
         assert projection.identity == expected.identity
         table = projection.table(ours.values, ["L1D7", "L-1D0"], k=4)
-        assert table.equals(expected.table(values, ["L1D7", "L-1D0"], k=4))
+        pd.testing.assert_frame_equal(table, expected.table(values, ["L1D7", "L-1D0"], k=4))
         top = expected.top_of_all(values, 5, progress=False)
         for attempt in range(2):
             with monkeypatch.context() as patch:
@@ -520,7 +521,7 @@ def test_the_cache_gives_what_the_model_gives(folder, monkeypatch):
                     patch.setattr(Projection, "top_of_all", lambda *_, **__: pytest.fail("computed again"))
                 cached = Catalogue(folder, device="cpu").top_tokens(reading, k=5, progress=False)
             assert torch.equal(cached.ids, top.ids)
-            assert torch.equal(cached.scores, top.scores)
+            torch.testing.assert_close(cached.scores, top.scores)  # products of other copies of the weights
 
 
 def test_a_model_in_memory_is_read_itself(folder):

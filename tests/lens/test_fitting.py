@@ -28,6 +28,7 @@ from matlens.lens.maps import Standardisation
 from matlens.lens.trained import (
     LayerTraining,
     best_start,
+    divergence,
     draw_tokens,
     fit_jacobian,
     passes_for,
@@ -366,6 +367,53 @@ def test_a_step_of_polishing_has_the_singular_vectors_of_the_gradient(small_mode
     # Newton-Schulz brings singular values near 1, except those that are tiny against the largest.
     assert bool(((singular > -0.01) & (singular < 1.25)).all())
     assert int((singular > 0.6).sum()) > D_MODEL // 3
+
+
+def test_refinement_takes_the_steps_of_nesterovs_momentum(small_model):
+    """Written out; all tokens are sampled, so that the gradients are those of the exact divergence."""
+    readout, (h, last) = Readout(small_model("llama")), pairs(48)
+    weight, rate, n_steps = 0.3 * numbers(D_MODEL, D_MODEL, seed=5), 0.1, 3
+    training = LayerTraining(readout, h, last, start=linear(1, weight), seed=4)
+    training.polish(steps=n_steps, batch=16, tokens=60, rate=rate)
+    generator = torch.Generator().manual_seed(4)
+    torch.randperm(len(h), generator=generator)  # the samples that the tokens' chances are from
+    batches = torch.randperm(len(h), generator=generator).split(16)
+    parts = [weight.clone(), torch.zeros(D_MODEL), torch.zeros(())]
+    momentum, adam = torch.zeros_like(weight), torch.optim.Adam
+    optimizers = [adam([parts[1]], lr=1e-3), adam([parts[2]], lr=1e-2)]
+    for step, rows in enumerate(batches):
+        moving = [part.clone().requires_grad_() for part in parts]
+        scores = moving[2].exp() * readout.logits(h[rows] @ moving[0].T + moving[1], gradients=True)
+        p = readout.log_probs(last[rows])
+        gradient, *others = torch.autograd.grad((p.exp() * (p - scores.log_softmax(1))).sum(1).mean(), moving)
+        left = 1 - step / n_steps
+        momentum = 0.9 * momentum + gradient
+        u, s, vh = torch.linalg.svd((gradient + 0.9 * momentum).double())
+        s = s / s.norm()
+        for _ in range(5):
+            s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+        parts[0] = parts[0] - rate * left * (u @ s.diag() @ vh).float()
+        for optimizer, part, slope, full in zip(optimizers, parts[1:], others, (1e-3, 1e-2), strict=True):
+            optimizer.param_groups[0]["lr"], part.grad = full * left, slope
+            optimizer.step()
+    made = training.result()
+    assert float((made["weight"] - parts[0]).abs().max()) < 0.02 * rate
+    torch.testing.assert_close(made["bias"], parts[1], rtol=1e-2, atol=1e-6)
+    torch.testing.assert_close(made["scale"], parts[2].exp(), rtol=1e-4, atol=0)
+
+
+def test_sampled_tokens_are_reweighted_in_both_distributions():
+    """Equal scores have no divergence, and the mean over samples is near that of all tokens."""
+    p, q, generator = 2 * numbers(5, 400), 2 * numbers(5, 400, seed=1), torch.Generator().manual_seed(0)
+    chances = token_chances((p.softmax(1) + q.softmax(1)).square().sum(0).sqrt(), 150)
+    exact, found = divergence(q, p), []
+    for _ in range(200):
+        tokens, offset = draw_tokens(chances, generator)
+        assert len(tokens) < 200
+        of_equal = divergence(p[:, tokens], p[:, tokens], offset)
+        torch.testing.assert_close(of_equal, torch.zeros(5), rtol=0, atol=1e-6)
+        found.append(divergence(q[:, tokens], p[:, tokens], offset))
+    torch.testing.assert_close(torch.stack(found).mean(0), exact, rtol=0.05, atol=0)
 
 
 def test_the_scale_is_the_best_of_those_tried(small_model):

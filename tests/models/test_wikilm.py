@@ -78,6 +78,14 @@ def test_padding_on_either_side_changes_nothing(plain, side):
         assert_close(logits[row, span], by_hand(sentence)["logits"])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_its_probabilities_sum_to_one_in_half_precision(dtype, path):
+    half = read_wikilm(path, dtype=dtype)[0]
+    with torch.no_grad():
+        total = half(torch.tensor([SENTENCES[0]])).logits.double().exp().sum(-1)
+    torch.testing.assert_close(total, torch.ones_like(total), rtol=0, atol=1e-4)
+
+
 def test_generation_takes_the_likeliest_word_each_time(plain):
     """With a cache, and padding on the left."""
     tokens = [2, 5]

@@ -138,7 +138,7 @@ class Mixture:
         ``x`` is what the experts read, ``index`` and ``weights`` are the router's choice, ``shared`` the
         activations of the shared expert and ``gate`` its gate before the sigmoid.
         """
-        m = torch.zeros(len(x), len(self), device=x.device)
+        m = torch.zeros(len(x), len(self), dtype=torch.float32, device=x.device)
         for expert in index.unique().tolist():
             if expert < self.n_experts:
                 token, place = torch.where(index == expert)
