@@ -47,10 +47,10 @@ class TextLosses(NamedTuple):
 
     def ratio(self, unchanged: TextLosses) -> Estimate:
         """Perplexity relative to the original model's on the same texts, with a 95% interval over texts."""
-        known = self.texts is not None and unchanged.texts is not None
-        if not np.array_equal(self.n_tokens, unchanged.n_tokens) or (
-            known and not np.array_equal(self.texts, unchanged.texts)
-        ):
+        same = np.array_equal(self.n_tokens, unchanged.n_tokens)
+        if self.texts is not None and unchanged.texts is not None:
+            same = same and np.array_equal(self.texts, unchanged.texts)
+        if not same:
             raise InputError(
                 f"unchanged must be losses on the same {len(self.total)} texts in the same order, got "
                 f"{len(unchanged.total)} others. Read the same examples with both models."

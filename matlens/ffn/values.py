@@ -234,7 +234,7 @@ class ValueVectors:
         size = unscaled.square().sum(1)
         return ((normed * unscaled).sum(1) / size).where(size > 0, torch.ones_like(size))
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def check_sums(
         self,
         layer: int,

@@ -39,7 +39,7 @@ class Probe(NamedTuple):
         try:
             if twice:
                 hf_model.set_attn_implementation("sdpa")
-            with torch.inference_mode():
+            with torch.no_grad():
                 output = hf_model(**{hf_model.main_input_name: probe.first}, **probe.others)
         except Exception as error:
             raise InputError(_failed(hf_model, "transformers", hf_model.dtype, error)) from error
@@ -94,7 +94,7 @@ def check_pass(model: TransformerBridge, probe: Probe) -> None:
         shapes[hook.name] = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
 
     try:
-        with torch.inference_mode(), reading(model, [(name, keep) for name in names]):
+        with torch.no_grad(), reading(model, [(name, keep) for name in names]):
             logits = model(probe.first, **probe.others, return_type="logits")
     except InputError:
         raise
@@ -111,16 +111,16 @@ def check_pass(model: TransformerBridge, probe: Probe) -> None:
         return
     ours, truth = probe.kept(logits).double(), probe.kept(probe.logits).to(logits.device, torch.float64)
     kinds = {weight.dtype for weight in model.original_model.parameters() if weight.is_floating_point()}
-    error, most = math.inf, _OFF if kinds <= {*_FULL} else _OFF_IN_HALF
+    off, most = math.inf, _OFF if kinds <= {*_FULL} else _OFF_IN_HALF
     if ours.shape == truth.shape:
         size = (truth - truth.mean(-1, keepdim=True)).norm(dim=-1).clamp_min(torch.finfo(truth.dtype).tiny)
         errors = (ours - truth).norm(dim=-1) / size
         # Rounding can send a token to other experts.
-        error = float(errors.max() if most == _OFF else errors.median())
-    if not error <= most:
+        off = float(errors.max() if most == _OFF else errors.median())
+    if not off <= most:
         raise InputError(
             f"TransformerLens must compute {kind} as transformers does, and its logits in {model.cfg.dtype} "
-            f"differ by {error:.1%}. Load it in torch.float32, or report the model."
+            f"differ by {off:.1%}. Load it in torch.float32, or report the model."
         )
 
 

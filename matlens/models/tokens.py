@@ -335,7 +335,7 @@ def _spelled(tokenizer: Any, pieces: Mapping[int, str]) -> Iterator[str]:
             yield piece
             continue
         ended = suffix and piece.endswith(suffix)
-        text = piece.removesuffix(suffix) if ended else piece
+        text = piece.removesuffix(str(suffix)) if ended else piece
         if is_bytes:
             if characters.issuperset(text):
                 text = _decoded(text.translate(byte_of).encode("latin-1"))

@@ -53,7 +53,7 @@ def float32_on(module: nn.Module, device: torch.device) -> nn.Module:
     return copied.to(device, torch.float32)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def rows_of_linear(module: nn.Module, shape: tuple[int, int]) -> Float[Tensor, "d_mlp d_model"]:
     """Weights of a linear layer (Linear, Conv1D) with one row per input.
 

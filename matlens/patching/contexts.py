@@ -36,7 +36,7 @@ _ACTIVE: WeakKeyDictionary[Any, list[Replacement]] = WeakKeyDictionary()
 @checked
 @contextmanager
 def patched(
-    model: TransformerBridge, replacements: Iterable[Replacement | LinearMap]
+    model: TransformerBridge, replacements: Iterable[Replacement | LinearMap], *, strict: bool = True
 ) -> Iterator[TransformerBridge]:
     """Run a model with parts replaced, inside a context.
 
@@ -52,6 +52,8 @@ def patched(
         return, in any order and combination. Maps of known provenance must be of this model; a `Replacement`
         takes any matrix, ``nn.Linear`` or function. A replacement reads the input of its sub-module before
         hooks that are added inside the context; changes of earlier hooks to the sub-module's output are lost.
+    strict
+        With ``False``, maps of another model of the same shape are accepted, with a warning.
 
     Examples
     --------
@@ -62,7 +64,8 @@ def patched(
     for item in replacements:
         check(item, Replacement | LinearMap, "A replacement")
         requested.append(Replacement.from_map(item) if isinstance(item, LinearMap) else item)
-    with apply_replacements(model, resolve_replacements(model, requested, _ACTIVE.get(model, []))):
+    resolved = resolve_replacements(model, requested, _ACTIVE.get(model, []), strict=strict)
+    with apply_replacements(model, resolved):
         yield model
 
 

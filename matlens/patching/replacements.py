@@ -178,7 +178,11 @@ def replace_submodules(
 def describe_replacement(replacement: Replacement) -> str:
     """Sites, weights and tokens of the replacement, as in `active_hooks`."""
     function, where = replacement.function, replacement.where
-    by = f"the map {function.digest}" if isinstance(function, LinearMap) else function_name(function)
+    if isinstance(function, LinearMap):
+        fitted_on = function.provenance.details.get("fitted_on")
+        by = f"the map {function.digest}" + (f" of {fitted_on['model']}" if fitted_on else "")
+    else:
+        by = function_name(function)
     at = where if isinstance(where, str) else f"the tokens {tensor_digest(where)}"
     heads = "" if replacement.heads is None else f" in the heads {', '.join(map(str, replacement.heads))}"
     return f"{replacement} replaced by {by} at {at}{heads}"
@@ -203,16 +207,16 @@ def resolve_replacements(
     active: Sequence[Replacement] = (),
     *,
     identity: ModelIdentity | None = None,
+    strict: bool = True,
 ) -> list[Replacement]:
     """Resolve the sites of replacements; refuses those that do not fit the model or each other.
 
-    ``active`` are replacements already in the model. Pass ``identity`` if known: it reads all weights.
+    ``active`` are replacements already in the model. ``identity`` is the model's, if known.
     """
     check_raw(model)
     layout = ModelLayout.from_model(model)
-    _check_fitted_on(model, replacements, identity)
     resolved: list[Replacement] = []
-    for replacement in replacements:
+    for replacement in _on_model(model, replacements, identity, strict):
         source, target = layout.resolve(replacement.source), layout.resolve(replacement.target)
         replacement = replace(replacement, source=source, target=target)
         _check_heads(replacement, layout)
@@ -343,17 +347,23 @@ def _check_finite(replacement: Replacement) -> None:
                 raise InputError(f"The map {replacement} has weights that are not finite.")
 
 
-def _check_fitted_on(
-    model: TransformerBridge, replacements: Sequence[Replacement], identity: ModelIdentity | None
-) -> None:
-    origins: dict[tuple[Any, ...], Provenance] = {}
+def _on_model(
+    model: TransformerBridge,
+    replacements: Sequence[Replacement],
+    identity: ModelIdentity | None,
+    strict: bool,
+) -> list[Replacement]:
+    """The replacements with maps of known provenance on this model, see `Provenance.on`."""
+    known: dict[tuple[Any, ...], Provenance] = {}
+    placed = []
     for replacement in replacements:
-        if not isinstance(replacement.function, LinearMap):
-            continue
-        provenance = replacement.function.provenance
-        if provenance.model is not None:
-            origins[provenance.model.key] = provenance
-    if origins:
-        identity = identity or ModelIdentity.from_model(model)
-        for provenance in origins.values():
-            provenance.check_same(identity, ours="the maps")
+        function = replacement.function
+        if isinstance(function, LinearMap) and (origin := function.provenance.model) is not None:
+            identity = identity or ModelIdentity.from_model(model)
+            if origin.key not in known:  # warns once per model
+                known[origin.key] = function.provenance.on(identity, ours="the maps", strict=strict)
+            if known[origin.key].identity.key != origin.key:
+                function = replace(function, provenance=known[origin.key])
+                replacement = replace(replacement, function=function)
+        placed.append(replacement)
+    return placed
