@@ -36,6 +36,7 @@ _SETTINGS: dict[str, tuple[str, ...]] = {
     "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
     "expert_weights_norm": ("norm_topk_prob",),
 }
+_OFF_AT_ZERO = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 _SHAPES = ("vocab_size", "context_length", "block_count", "embedding_length", "feed_forward_length")
 _HEAD = ("attention.key_length", "attention.value_length", "attention.scale")
 _ROPE = (
@@ -73,8 +74,8 @@ def apply_keys(config: Any, path: Path) -> None:
         for key, value in keys.items()
         if not key.startswith(_COMPUTED.get(architecture, ()))
         and key not in (*_HEAD, *_ROPE, *_HARMLESS)
-        and not _is_neutral(key, value)
         and not (key in _SETTINGS and _set(config, _SETTINGS[key], _scalar(value)))
+        and not _is_neutral(key, value)
         and key not in _SHAPES
         and not (key == "attention.head_count_kv" and value == keys.get("attention.head_count"))
     ]
@@ -139,7 +140,7 @@ def _apply_head(config: Any, keys: Mapping[str, Any], path: Path) -> None:
     if hasattr(config, "query_pre_attn_scalar"):
         # llama.cpp, which writes no key: only the 27B models divide by the width over the heads.
         largest = config.num_hidden_layers == {"gemma2": 46, "gemma3_text": 62}.get(config.model_type)
-        config.query_pre_attn_scalar = scale**-2 if scale else width / heads if largest else size
+        config.query_pre_attn_scalar = round(scale**-2) if scale else width // heads if largest else size
     elif scale is not None:
         _check(math.isclose(scale, size**-0.5, rel_tol=1e-5), path, f"attention.scale = {scale}")
 
@@ -239,6 +240,8 @@ def _set(config: Any, names: tuple[str, ...], value: Any) -> bool:
         return False
     if name == "sliding_window" and getattr(config, "use_sliding_window", True) is False:
         return False
+    if name in _OFF_AT_ZERO and value == 0:
+        value = None
     if getattr(config, name) != value:
         setattr(config, name, value)
     return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -335,3 +336,25 @@ def test_a_space_before_the_first_word_is_that_of_the_file(tmp_path):
     assert read_gguf(spaced, torch.float32)[0].tokenize("a") == ["▁", "a"]
     with pytest.raises(InputError, match="add_space_prefix"):
         read_gguf(plain, torch.float32)
+
+
+def test_zero_switches_a_cap_off(tmp_path):
+    case = CASES["gemma2"]
+    keys = {"final_logit_softcapping": 0.0, "attn_logit_softcapping": 0.0}
+    path = write(tmp_path / "model.gguf", random_model(case.config), case, keys=keys)
+    config = deepcopy(case.config)
+    config.final_logit_softcapping = config.attn_logit_softcapping = None
+    model = read_gguf(path, torch.float32)[1]
+    model.set_attn_implementation("eager")
+    assert_near(logits(model), logits(random_model(config)), 2e-5)
+
+
+@pytest.mark.parametrize(("blocks", "scalar"), [(2, 8), (46, 16)])
+def test_gemma2_scales_queries_as_llama_cpp_does(blocks, scalar, tmp_path):
+    """By the size of a head, in the model of 46 blocks by the width over the heads."""
+    case = CASES["gemma2"]
+    config = deepcopy(case.config)
+    config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads = blocks, 2, 1
+    config.layer_types = transformers.Gemma2Config(num_hidden_layers=blocks).layer_types
+    path = write(tmp_path / "model.gguf", random_model(config), case._replace(config=config))
+    assert read_gguf(path, torch.float32)[1].config.query_pre_attn_scalar == scalar
