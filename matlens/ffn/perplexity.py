@@ -46,10 +46,9 @@ class TextLosses(NamedTuple):
 
     def ratio(self, unchanged: TextLosses) -> Estimate:
         """Perplexity relative to the original model's on the same texts, with a 95% interval over texts."""
-        known = self.texts is not None and unchanged.texts is not None
-        if not np.array_equal(self.n_tokens, unchanged.n_tokens) or (
-            known and not np.array_equal(self.texts, unchanged.texts)
-        ):
+        unknown = self.texts is None or unchanged.texts is None
+        same = unknown or np.array_equal(self.texts, unchanged.texts)  # type: ignore[arg-type]
+        if not same or not np.array_equal(self.n_tokens, unchanged.n_tokens):
             raise InputError(
                 f"unchanged must be losses on the same {len(self.total)} texts in the same order, got "
                 f"{len(unchanged.total)} others. Read the same examples with both models."
