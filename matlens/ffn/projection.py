@@ -297,6 +297,8 @@ class Projection:
 
     def _check_scores(self, values: ValueVectors, tokens: TopTokens) -> None:
         """Raise InputError if the scores of some rows are not those that this projection gives."""
+        if not bool(tokens.scores.any()):  # tokens of one's own, without scores
+            return
         rows = list(range(0, len(values), -(-len(values) // _CHECKED)))
         scores = self.scores(values.vectors(map(values.at, rows))).cpu()
         own, given = scores.gather(1, tokens.ids[rows]), tokens.scores[rows]

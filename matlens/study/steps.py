@@ -12,7 +12,7 @@ import torch
 
 from matlens import parallel, plots
 from matlens.activations.activations import Activations
-from matlens.data.overlap import FITTED_ON, OverlapWarning, fitted_on
+from matlens.data.overlap import OverlapWarning, fitted_on
 from matlens.errors import InputError, NonNegative, checked
 from matlens.io.artifact import is_finished, make_config, software_versions
 from matlens.io.files import checksummed, content_hash, describe_file, read_json, write_files
@@ -202,7 +202,7 @@ def _check_fitted_here(maps: MapSet, folder: Path) -> None:
 @checked
 def origin_of(maps: MapSet, validation: Activations, results: pd.DataFrame | None = None) -> dict[str, Any]:
     """Training samples of maps, whether they are sufficient, and the validation samples."""
-    fit = {key: part for key, part in maps.provenance.to_json().items() if key != FITTED_ON}
+    fit = maps.provenance.to_json()
     validated = validation.provenance.to_json("data")["data"]
     return {"maps": fit, "note": _note_on_samples(fit, results), "validation": validated}
 
