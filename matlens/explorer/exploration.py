@@ -44,6 +44,7 @@ _READ = {
     "plain": "Value vectors are read as E v, without the final norm.",
     "head": "Value vectors are read through the linear parts of the model's head.",
 }
+_REPLACED = "Sub-updates are not shown: the outputs of FFNs are replaced or hooked."
 _SKIPPED = "Layers that the changed model skips and sub-updates are not shown."
 _WITHOUT_MAP = "Layers without a map in a lens are not shown."
 _FOLLOWED_BYTES = 900_000  # before base64, for tokens that are followed through all cells
@@ -137,13 +138,14 @@ def explore(
     updates: UpdateCells | None = None
     if values is not None:
         projection = (Projection.from_model if read == "plain" else Projection.through_head)(model)
-        of_prompt = Updates(values, activations)
-        updates = dominant_cells(of_prompt, projection, followed, dominant, progress=progress)
+        with suppress(InputError):  # where FFNs are replaced, their sub-updates do not add up to the outputs
+            of_prompt = Updates(values, activations)
+            updates = dominant_cells(of_prompt, projection, followed, dominant, progress=progress)
     grids = [*cells.values(), *modified.values()]
     shown = [tokens.numpy(), followed.numpy(), *(of_lens.ids for of_lens in grids)]
     texts = texts_of(readout.tokenizer, shown if updates is None else [*shown, updates.promoted])
     notes = [_READ[read], *([_WITHOUT_MAP] if len(layers) + len(skipped) <= last else [])]
-    notes += [_SKIPPED] if skipped else []
+    notes += [_SKIPPED] if skipped else [_REPLACED] if values is not None and updates is None else []
     return PromptPage(
         activations.provenance.identity.name, visible(prompt_text(model, given, examples.tokens)),
         tokens.numpy(), layers, cells,
