@@ -235,7 +235,8 @@ def make_windows(
     text
         The path of a text file, plain or gzip; or a corpus or a list of texts, which are joined by spaces.
     size
-        Number of tokens of a window, at most the model's context. The last window may be shorter.
+        Number of tokens of a window, at most the model's context. The last window may be shorter; masked
+        sentences are cut there.
     max_windows
         Maximum number of windows, spread evenly over the text (of sentences: the first ones); by default all.
     targets
@@ -335,7 +336,8 @@ def _masked_sentences(
             positions.append(chosen)
     if not ids:
         raise InputError(f"{corpus.name} must have tokens to mask, got none.")
-    _warn_of_cut(n_cut, corpus, longest)
+    if longest < size:  # by the context, not as asked
+        _warn_of_cut(n_cut, corpus, longest)
     provenance = {
         "corpus": corpus.name, "corpus_fingerprint": corpus.fingerprint, "seed": seed,
         "position": f"{MASKED:.0%} of a sentence's tokens", "masked": True,

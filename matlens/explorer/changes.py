@@ -191,5 +191,5 @@ def _continuation(model: TransformerBridge, ids: Int[Tensor, "1 length"], n_toke
         input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config
     )
     text = str(model.tokenizer.decode(new[0, length:]))
-    (first,) = token_texts(model.tokenizer, new[0, length : length + 1])
+    (first,) = token_texts(model.tokenizer, new[0, length : length + 1].tolist())
     return f" {text}" if first.startswith(" ") and not text.startswith(" ") else text  # dropped by decoders

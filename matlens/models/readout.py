@@ -150,7 +150,7 @@ class Readout:
         """The ``k`` most probable tokens of ``delta(h)`` and their probabilities."""
         k = check_int(k, "k", min=1, max=self.d_vocab)
         probability, token = self.log_probs(h).exp().topk(k)
-        return list(zip(token_texts(self.tokenizer, token), probability.tolist(), strict=True))
+        return list(zip(token_texts(self.tokenizer, token.tolist()), probability.tolist(), strict=True))
 
     def _agrees_with(self, model: TransformerBridge) -> None:
         seen: list[Tensor] = []
