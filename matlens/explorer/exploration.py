@@ -15,7 +15,7 @@ from torch import Tensor
 
 from matlens.activations.collecting import collect
 from matlens.data.making import Prompt, choose_prompt, make_prompts, prompt_text
-from matlens.errors import PositiveInt, checked
+from matlens.errors import InputError, PositiveInt, checked
 from matlens.ffn.projection import Projection
 from matlens.ffn.updates import DOMINANT, Updates
 from matlens.ffn.values import ValueVectors
