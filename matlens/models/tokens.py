@@ -321,7 +321,7 @@ def _spelled(tokenizer: Any, pieces: Mapping[int, str]) -> Iterator[str]:
     backend = _backend(tokenizer)
     parts = [] if backend is None else [*_components(backend.decoder), *_components(backend.pre_tokenizer)]
     is_bytes = any(part["type"] == "ByteLevel" for part in parts) or hasattr(tokenizer, "byte_decoder")
-    suffix = getattr(getattr(backend, "model", None), "end_of_word_suffix", None)
+    suffix: str = getattr(getattr(backend, "model", None), "end_of_word_suffix", None) or ""
     spaces = {part["replacement"]: " " for part in parts if part["type"] == "Metaspace"} | {
         part["pattern"]["String"]: part["content"]
         for part in parts
@@ -334,8 +334,8 @@ def _spelled(tokenizer: Any, pieces: Mapping[int, str]) -> Iterator[str]:
         if token in literal:
             yield piece
             continue
-        ended = suffix and piece.endswith(suffix)
-        text = piece.removesuffix(str(suffix)) if ended else piece
+        ended = bool(suffix) and piece.endswith(suffix)
+        text = piece.removesuffix(suffix) if ended else piece
         if is_bytes:
             if characters.issuperset(text):
                 text = _decoded(text.translate(byte_of).encode("latin-1"))
