@@ -59,7 +59,8 @@ def test_the_policy_names_what_is_in_the_page_and_allows_no_request():
     places = [script.index(text) for text in ("function element(", "function rankCurves(", "const data")]
     assert places == sorted(places)
     assert script.count("function unpack(") == script.count("function rankCurves(") == 1
-    page = assemble("trajectory.html", "trajectory.js", title="<b>", data={}, model="m", notes=[])
+    more = {"model": "m", "notes": [], "changes": "", "modification": ""}
+    page = assemble("trajectory.html", "trajectory.js", title="<b>", data={}, **more)
     policy = re.search(r'Policy" content="([^"]+)"', page)
     assert policy is not None
     rules = dict(rule.partition(" ")[::2] for rule in policy[1].replace("&#39;", "'").split("; "))
