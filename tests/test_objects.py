@@ -223,7 +223,7 @@ def test_summaries_refuse_tables_of_several_models():
 
 def test_a_lens_has_the_readout_of_its_model(model, small_model, lenses):
     replace(lenses["id"], readout=Readout(model))
-    with pytest.raises(InputError, match="do not belong together"):
+    with pytest.raises(InputError):
         replace(lenses["id"], readout=Readout(small_model("llama")))
 
 

@@ -21,7 +21,7 @@ from matlens.data.readers import batch_groups, check_own_tokens, reads_whole
 from matlens.errors import InputError, NonNegativeInt, PositiveInt, checked
 from matlens.io.artifact import CONFIG, Artifact
 from matlens.io.rows import Column, writing_rows
-from matlens.models.hooks import EndOfPass, active_hooks, describe_hooks, hook_run, reading
+from matlens.models.hooks import EndOfPass, active_hooks, describe_hooks, reading, run_of_functions
 from matlens.models.identity import Provenance, check_raw
 from matlens.models.inputs import is_visual
 from matlens.models.layout import ModelLayout
@@ -78,7 +78,7 @@ def collect(
     whole = positions == "all" or reads_whole(model, examples)
     request = {
         "provenance": provenance.to_json(),
-        "hook_run": hook_run(model),
+        "run_of_functions": run_of_functions(model),
         "batch_tokens": batch_tokens,
         "read": "sentence" if whole else "sentence up to its position",
     }

@@ -19,7 +19,7 @@ from matlens.data.examples import Examples
 from matlens.ffn.updates import DOMINANT
 from matlens.ffn.values import ValueVectors
 from matlens.io.artifact import Artifact
-from matlens.models.hooks import hook_run
+from matlens.models.hooks import run_of_functions
 from matlens.models.identity import Provenance
 from matlens.models.sites import COEFFICIENTS, Site
 from matlens.parallel import Bar
@@ -47,7 +47,11 @@ def max_activating_examples(
     """The sentences with the largest coefficients of each vector; resumes in the folder."""
     usage = Usage(values.n_layers, n_best, values.d_mlp)
     provenance = Provenance.from_model(model, data=examples.provenance, examples=examples.fingerprint)
-    request = {"provenance": provenance.to_json(), "hook_run": hook_run(model), "n_best": n_best}
+    request = {
+        "provenance": provenance.to_json(),
+        "run_of_functions": run_of_functions(model),
+        "n_best": n_best,
+    }
     with (
         Artifact.writing(folder, "usage", request) as artifact,
         Bar(total=len(examples), desc="sentences", disable=not progress) as bar,

@@ -23,7 +23,7 @@ from matlens.ffn.projection import unembedding
 from matlens.ffn.updates import DOMINANT
 from matlens.ffn.values import ValueVectors
 from matlens.io.rows import Column, read_rows, writing_rows
-from matlens.models.hooks import hook_run
+from matlens.models.hooks import run_of_functions
 from matlens.models.identity import Provenance
 from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
@@ -129,7 +129,11 @@ class Trace:
         origin = Provenance.from_model(
             model, data=examples.provenance, examples=examples.fingerprint, details={"k": k, "seed": seed}
         )
-        request = {"provenance": origin.to_json(), "hook_run": hook_run(model), "batch_tokens": size}
+        request = {
+            "provenance": origin.to_json(),
+            "run_of_functions": run_of_functions(model),
+            "batch_tokens": size,
+        }
 
         counts = batch_counts(model, examples, "sampled", size)
         with writing_rows(

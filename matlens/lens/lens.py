@@ -237,7 +237,7 @@ class Lens(LensMaps):
 
         Hooks, patches and steering may be active. With ``strict=False`` another model of the same shape is
         accepted, such as a fine-tuned or quantized version: an InputWarning says what differs, and
-        ``provenance.details["fitted_on"]`` records it.
+        ``provenance.details["transferred_from"]`` records it.
         """
         if model is None:
             return self

@@ -35,7 +35,7 @@ from matlens.linearity.parts import JUMPS, Part, model_parts
 from matlens.linearity.ranking import AGREEMENT, GROUPS, LOSS_INCREASE, Tokens, first_parts
 from matlens.linearity.scores import PartSums, held_out_scores
 from matlens.metrics import Estimate
-from matlens.models.hooks import hook_run
+from matlens.models.hooks import run_of_functions
 from matlens.models.identity import Provenance
 from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
@@ -100,7 +100,7 @@ def linearity_atlas(
     warn_of_overlap([provenance.with_details(**fitted_on(fitted))], evaluated, "The maps")
     request = {
         "provenance": provenance.to_json(),
-        "hook_run": hook_run(model),
+        "run_of_functions": run_of_functions(model),
         "evaluated": {**evaluated.provenance, "examples": evaluated.fingerprint},
         "jumps": list(jumps),
         "every": every,

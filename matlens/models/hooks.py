@@ -84,7 +84,7 @@ def describe_hooks(hooks: Sequence[str]) -> str:
     return "; ".join(hooks[:3]) + more if hooks else "none"
 
 
-def hook_run(model: TransformerBridge) -> str | None:
+def run_of_functions(model: TransformerBridge) -> str | None:
     """Identifies the user's own functions in a model's passes; None without any.
 
     Part of the request of a stored job: a name does not identify a function, so such a job resumes only with

@@ -200,7 +200,7 @@ class Provenance:
     def on(self, model: ModelIdentity, *, ours: str, strict: bool = True) -> Self:
         """The same provenance on a model; with ``strict=False`` also on another model of the same shape.
 
-        The other model then replaces this one, with one InputWarning, and ``details["fitted_on"]`` records
+        The other model then replaces this one, with one InputWarning, and ``details["transferred_from"]`` records
         the original and what differs. An unknown model is replaced without a warning.
         """
         if self.model is None:  # made by hand
@@ -211,8 +211,8 @@ class Provenance:
             self.check_same(model, ours=ours)
         name, fingerprint = self.model.name, self.model.fingerprint
         warn(f"Using {ours} of {name} on {model.name}, although they differ ({difference}).")
-        fitted_on = {"model": name, "fingerprint": fingerprint, "differs": difference}
-        return replace(self, model=model, details={**self.details, "fitted_on": fitted_on})
+        transferred_from = {"model": name, "fingerprint": fingerprint, "differs": difference}
+        return replace(self, model=model, details={**self.details, "transferred_from": transferred_from})
 
     def to_json(self, *keys: str) -> dict[str, Any]:
         """For files, or only these parts."""

@@ -108,7 +108,6 @@ def load(
     model.matlens_revision = commit
     if tokenizer is not None:
         _set_policy(model, tokenizer)
-    check_finite_weights(model)
     _repair(model.eval())
     check_pass(model, probes[0])
     return model
@@ -183,7 +182,7 @@ def wrap(
         check_tokenizer_file(bridge.tokenizer)
         if prepend_bos is not None:
             _set_bos(bridge, prepend_bos)
-    check_finite_weights(bridge)
+    check_finite_weights(bridge.original_model, str(bridge.cfg.model_name))
     check_pass(bridge, Probe.of_inputs(bridge.original_model))
     return bridge
 

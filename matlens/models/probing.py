@@ -13,6 +13,7 @@ from matlens.models.checkpoints import modality
 from matlens.models.hooks import reading
 from matlens.models.inputs import configured_image_shape
 from matlens.models.sites import STREAM_HOOKS, block_hook
+from matlens.models.weights import check_finite_weights
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -33,6 +34,7 @@ class Probe(NamedTuple):
     @classmethod
     def from_plain(cls, hf_model: Any) -> Probe:
         """Run a model of transformers; raises InputError if it fails or its logits are not finite."""
+        check_finite_weights(hf_model, str(hf_model.name_or_path))
         probe = cls.of_inputs(hf_model)
         try:
             with torch.no_grad():

@@ -127,6 +127,7 @@ class Wiring:
 MID, MID_HOOK = "mid", "hook_resid_mid"  # what TransformerLens calls a hook that is also the input of a norm
 MIXTURE_HOOK = "mlp.hook_coefficients"  # of mixtures of experts, see `matlens.models.families.mixtures`
 MID_CROSS = "mid_cross"  # between self-attention and cross-attention
+ROTATED_HOOKS = ("hook_rot_q", "hook_rot_k")  # queries and keys after their rotation
 STREAM_HOOKS = {"h": "hook_in", "next": "hook_out"}
 
 

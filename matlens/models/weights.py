@@ -62,7 +62,7 @@ def rows_of_linear(module: nn.Module, shape: tuple[int, int]) -> Float[Tensor, "
     """
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if isinstance(weight, Tensor) and weight.is_floating_point() and weight.ndim == 2:
-        probed = torch.linspace(0, shape[0] - 1, _PROBES).long()
+        probed = torch.linspace(0, shape[0] - 1, _PROBES, dtype=torch.float64).long()
         coefficients = torch.zeros(_PROBES, shape[0], dtype=weight.dtype)
         coefficients[torch.arange(_PROBES), probed] = 1
         outputs = module(coefficients.to(weight.device)).float()
@@ -130,28 +130,23 @@ def precision(model: TransformerBridge) -> torch.dtype:
     return kinds.pop() if len(kinds) == 1 else model.cfg.dtype
 
 
-def check_in_memory(model: TransformerBridge) -> None:
-    """Refuse a model with weights that accelerate brings in from elsewhere for each pass."""
-    parameters = model.original_model.named_parameters()
-    absent = next((name for name, tensor in parameters if tensor.is_meta), None)
-    if absent is not None:
-        raise InputError(
-            f"Weights of {model.cfg.model_name} are not in memory, including {plain_name(absent)}: "
-            "they are offloaded to the disk or to the CPU. Give the model more devices (device_map), or load "
-            "it in half precision (dtype)."
-        )
-
-
-@checked
-def check_finite_weights(model: TransformerBridge) -> None:
-    """Raise InputError for weights that are not finite, or on no device."""
-    check_in_memory(model)
-    for name, tensor in model.original_model.named_parameters():
+def check_finite_weights(inner: nn.Module, name: str) -> None:
+    """Raise InputError for weights of a plain model that are not finite, or not in memory."""
+    for parameter, tensor in inner.named_parameters():
+        _check_in_memory(tensor, parameter, name)
         if tensor.is_floating_point() and not all_finite(tensor):
             raise InputError(
-                f"The weights of {model.cfg.model_name} are not finite, including {plain_name(name)}. Their "
-                "training failed, or they overflow past 65504 in float16: load them in bfloat16 or float32."
+                f"The weights of {name} are not finite, including {plain_name(parameter)}. Their training "
+                "failed, or they overflow past 65504 in float16: load them in bfloat16 or float32."
             )
+
+
+def _check_in_memory(tensor: Tensor, parameter: str, name: str) -> None:
+    if tensor.is_meta:
+        raise InputError(
+            f"The weights of {name} must be in memory, including {plain_name(parameter)}. They are offloaded: "
+            "give the model more devices (device_map), or load it in half precision (dtype)."
+        )
 
 
 def _configuration(model: TransformerBridge) -> bytes:
@@ -171,12 +166,10 @@ def _shaping(config: Mapping[Any, Any]) -> dict[str, Any]:
 
 def _tensors(model: TransformerBridge) -> Iterator[tuple[str, Tensor]]:
     """Parameters, and the buffers that a checkpoint holds."""
-    check_in_memory(model)
-    yield from _tensors_of(model.original_model)
-
-
-def _tensors_of(inner: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from inner.named_parameters()
+    inner = model.original_model
+    for name, tensor in inner.named_parameters():
+        _check_in_memory(tensor, name, model.cfg.model_name)
+        yield name, tensor
     for place, module in inner.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:

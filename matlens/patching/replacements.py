@@ -179,8 +179,8 @@ def describe_replacement(replacement: Replacement) -> str:
     """Sites, weights and tokens of the replacement, as in `active_hooks`."""
     function, where = replacement.function, replacement.where
     if isinstance(function, LinearMap):
-        fitted_on = function.provenance.details.get("fitted_on")
-        by = f"the map {function.digest}" + (f" of {fitted_on['model']}" if fitted_on else "")
+        transferred_from = function.provenance.details.get("transferred_from")
+        by = f"the map {function.digest}" + (f" of {transferred_from['model']}" if transferred_from else "")
     else:
         by = function_name(function)
     at = where if isinstance(where, str) else f"the tokens {tensor_digest(where)}"

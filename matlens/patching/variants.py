@@ -17,7 +17,7 @@ from matlens.data.examples import Batch, Examples
 from matlens.data.readers import batch_groups, check_own_tokens, reads_whole
 from matlens.errors import InputError, PositiveInt, checked
 from matlens.io.rows import Column, writing_rows
-from matlens.models.hooks import EndOfPass, hook_run, reading
+from matlens.models.hooks import EndOfPass, reading, run_of_functions
 from matlens.models.identity import ModelIdentity, Provenance, check_raw
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import STREAM, Site
@@ -80,7 +80,7 @@ def run_variants(
     counts = np.bincount(examples.sentences, minlength=len(examples))
     request = {
         "provenance": provenance.to_json(),
-        "hook_run": hook_run(model),
+        "run_of_functions": run_of_functions(model),
         "replaced": {
             name: [describe_replacement(replacement) for replacement in variant.replacements]
             for name, variant in ready.items()

@@ -111,7 +111,10 @@ def test_a_lens_goes_with_another_model_only_with_strict_false(small_model, mode
         with pytest.warns(InputWarning) as warned:
             moved = Lens.load(tmp_path / "lens", other, strict=False)
         assert len(warned) == 1
-        assert moved.provenance.details["fitted_on"]["fingerprint"] == lens.provenance.identity.fingerprint
+        assert (
+            moved.provenance.details["transferred_from"]["fingerprint"]
+            == lens.provenance.identity.fingerprint
+        )
         read_there = moved.trajectory("w1 w2 w3")  # without another warning or error
         vectors = matlens.collect(
             other, matlens.make_prompts(other, ["w1 w2 w3"]), [1], positions="all", progress=False

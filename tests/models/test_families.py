@@ -18,7 +18,7 @@ import matlens
 from matlens import InputError, Lens, Readout, ffn, pruning
 from matlens.activations import default_batch_tokens
 from matlens.data import make_windows
-from matlens.models import changes_of, registry
+from matlens.models import active_hooks, registry
 from matlens.models.registry import Family, missing_repairs, register
 
 HALF = (torch.bfloat16, torch.float16)
@@ -80,7 +80,7 @@ def test_float32_rotations_are_rounded_as_in_transformers(kind, sizes, dtype, tm
     model = matlens.load(tmp_path, dtype=dtype, device="cpu")
     expected = truth.hidden_states[2][0].float()
     assert (collected(model, 2) - expected).abs().max() <= 4 * torch.finfo(dtype).eps * expected.abs().max()
-    assert changes_of(model) == ()
+    assert active_hooks(model) == ()
     assert not missing_repairs(copy.deepcopy(model))
 
 
@@ -102,7 +102,7 @@ def test_a_model_without_a_module_runs_without_it(kind, sizes, tmp_path):
     assert (collected(model, 2) - truth.hidden_states[2][0]).abs().max() < 1e-5
     logits = Readout(model).logits(collected(model, 3))
     assert (logits - truth.logits[0]).abs().max() <= 1e-5 * truth.logits.abs().max()
-    assert changes_of(model) == ()
+    assert active_hooks(model) == ()
 
 
 @pytest.mark.parametrize(

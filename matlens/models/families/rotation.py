@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from matlens.models.registry import Family, Repair, register
+from matlens.models.sites import ROTATED_HOOKS
 
 _CODEGEN = "CodeGenAttentionBridge"  # the class of TransformerLens
-_ROTATED = ("hook_rot_q", "hook_rot_k")
 
 
 @register
@@ -31,11 +31,11 @@ class FloatRotation(Family):
         # A cache stores CodeGen's values in the precision of its keys.
         repairs = [Repair(part.o, _RoundInput(part.o)) for part in parts if type(part).__name__ == _CODEGEN]
         if _rotates_in_float32(model):
-            rotating = [part for part in parts if hasattr(part, _ROTATED[0]) and hasattr(part, "v")]
+            rotating = [part for part in parts if hasattr(part, ROTATED_HOOKS[0]) and hasattr(part, "v")]
             repairs += [
                 Repair(getattr(part, name), _RoundOutput(part.v), after=True)
                 for part in rotating
-                for name in _ROTATED
+                for name in ROTATED_HOOKS
             ]
         return repairs
 
