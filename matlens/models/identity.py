@@ -200,7 +200,7 @@ class Provenance:
     def on(self, model: ModelIdentity, *, ours: str, strict: bool = True) -> Self:
         """The same provenance on a model; with ``strict=False`` also on another model of the same shape.
 
-        The other model then replaces this one, with one InputWarning, and ``details["transferred_from"]`` records
+        The other model then replaces this one, with one InputWarning; ``details["transferred_from"]`` records
         the original and what differs. An unknown model is replaced without a warning.
         """
         if self.model is None:  # made by hand

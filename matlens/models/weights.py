@@ -144,8 +144,8 @@ def check_finite_weights(inner: nn.Module, name: str) -> None:
 def _check_in_memory(tensor: Tensor, parameter: str, name: str) -> None:
     if tensor.is_meta:
         raise InputError(
-            f"The weights of {name} must be in memory, including {plain_name(parameter)}. They are offloaded: "
-            "give the model more devices (device_map), or load it in half precision (dtype)."
+            f"The weights of {name} must be in memory, including {plain_name(parameter)}. They are "
+            "offloaded: give the model more devices (device_map), or load it in half precision (dtype)."
         )
 
 
