@@ -94,13 +94,16 @@ def vocabulary() -> dict[str, int]:
     return {word: i for i, word in enumerate([*SPECIAL.values(), *sorted(words)])}
 
 
+CHAT = "{% for message in messages %}{{ message.content }} {% endfor %}"
+
+
 def save_tokenizer(folder: Path, **special: str) -> None:
     """Write a tokenizer that knows the words of the documentation."""
     tokenizer = Tokenizer(models.WordLevel(vocabulary() | {"[MASK]": len(vocabulary())}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, model_max_length=64, **SPECIAL, **special
+        tokenizer_object=tokenizer, model_max_length=64, chat_template=CHAT, **SPECIAL, **special
     ).save_pretrained(folder)
 
 

@@ -164,6 +164,7 @@ class _StoredParts:
             self._record["output_kind"],
             matrices,
             [self._tensors.get(f"bias.{layer}") for layer in layers],
+            from_cache=True,
         )
 
     def projection(self, reading: Reading) -> Projection | None:

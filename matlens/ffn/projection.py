@@ -62,11 +62,6 @@ def unembedding(model: TransformerBridge) -> Float[Tensor, "d_vocab d_model"]:
     return weight
 
 
-def _own(x: Tensor, weight: Tensor) -> Tensor:
-    """A tensor, copied if it shares the memory of a weight, which editing it in place would change."""
-    return x.clone() if x.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr() else x
-
-
 class LinearHead(nn.Module):
     """The linear parts before an unembedding: a dense layer, if any, and a norm's gain."""
 
@@ -101,7 +96,7 @@ class Projection:
     @classmethod
     def from_model(cls, model: TransformerBridge) -> Projection:
         """``E v``, as in the paper."""
-        rows = _own(unembedding(model), model.unembed.original_component.weight)
+        rows = unembedding(model).clone()  # editing it in place must not change the model
         if model.tokenizer is None:
             raise InputError(f"This {model.cfg.architecture} has no tokenizer.")
         return cls(rows, model.tokenizer, identity=ModelIdentity.from_model(model))

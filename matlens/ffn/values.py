@@ -85,6 +85,7 @@ class ValueParts:
     norms: Sequence[nn.Module] = ()  # after each FFN, before its output joins the residual stream
     mixtures: Sequence[Any] = ()  # the experts of each layer, or None
     multiplier: float = 1.0  # of FFN outputs
+    from_cache: bool = False  # complete vectors, with their norms applied
 
     @classmethod
     def from_model(cls, model: TransformerBridge) -> ValueParts:
@@ -135,6 +136,7 @@ class ValueVectors:
         self.n_layers, (self.d_mlp, self.d_model) = len(parts.matrices), parts.shape
         self.device, self.identity = parts.device, parts.identity
         self._matrices, self._biases = parts.matrices, parts.biases
+        self._from_cache = parts.from_cache
         self._norms = [float32_on(copy.deepcopy(norm), self.device) for norm in parts.norms]
         self._mixtures, self._multiplier = parts.mixtures or [None] * self.n_layers, parts.multiplier
         self.output_kind = parts.output_kind
@@ -259,7 +261,7 @@ class ValueVectors:
             )
 
     def _check_from_model(self) -> None:
-        if not self._norms:
+        if self._from_cache:
             raise InputError(
                 "These value vectors are from the cache, without norms. Use ValueVectors(model)."
             )

@@ -105,7 +105,7 @@ def check_pass(model: TransformerBridge, probe: Probe) -> None:
             )
     if probe.logits is None:
         return
-    ours, truth = probe.kept(logits).double(), probe.kept(probe.logits).to(logits.device, torch.float64)
+    ours, truth = (probe.kept(scores).cpu().double() for scores in (logits, probe.logits))
     kinds = {weight.dtype for weight in model.original_model.parameters() if weight.is_floating_point()}
     off, most = math.inf, _OFF if kinds <= {*_FULL} else _OFF_IN_HALF
     if ours.shape == truth.shape:

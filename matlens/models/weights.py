@@ -168,7 +168,7 @@ def _tensors(model: TransformerBridge) -> Iterator[tuple[str, Tensor]]:
     """Parameters, and the buffers that a checkpoint holds."""
     inner = model.original_model
     for name, tensor in inner.named_parameters():
-        _check_in_memory(tensor, name, model.cfg.model_name)
+        _check_in_memory(tensor, name, type(inner).__name__)
         yield name, tensor
     for place, module in inner.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

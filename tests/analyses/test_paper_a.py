@@ -21,6 +21,7 @@ from sklearn.metrics import r2_score
 import matlens
 from matlens import collect, make_examples
 from matlens.data import Corpus
+from matlens.models import token_texts
 
 SUBMODULES = ("mat_ffn", "mat_ln1_ln2")
 LAYERS = range(N_LAYERS)
@@ -217,7 +218,7 @@ def test_top_tokens_are_the_largest_of_a_softmax_of_the_plain_models_head(name, 
                     if word not in ("[CLS]", "[SEP]")
                 ]
                 for rank in range(5):
-                    token = tokenizer.decode([int(top.indices[i, rank])])
+                    [token] = token_texts(tokenizer, [int(top.indices[i, rank])])
                     expected.append(
                         (" ".join(words), method, layer, rank + 1, token, float(top.values[i, rank]))
                     )

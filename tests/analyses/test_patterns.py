@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -16,6 +15,8 @@ from conftest import N_LAYERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from matlens import ffn
 
@@ -37,10 +38,8 @@ def by_hand() -> WordSimilarity:
     return WordSimilarity(WORDS, vectors, np.zeros(len(WORDS), dtype=int), np.array([[0.5]]))
 
 
-TOKENIZER = SimpleNamespace(
-    encode=None,
-    convert_ids_to_tokens=lambda token: TEXTS[token],
-    decode=lambda tokens: "".join(TEXTS[t] for t in tokens),
+TOKENIZER = PreTrainedTokenizerFast(
+    tokenizer_object=Tokenizer(models.WordLevel({text: i for i, text in enumerate(TEXTS)}, unk_token="zzz"))
 )
 
 

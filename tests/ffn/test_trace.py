@@ -405,9 +405,6 @@ def test_all_readings_and_sinks_are_in_the_tables_under_their_names(with_sinks, 
     assert counts.to_dict() == {"all examples": 60, "sinks excluded": 48}
 
 
-MODEL = make_identity("none", "one")
-
-
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
     """Sub-updates, labels of the value vectors, where predictions are made, how many examples train."""
@@ -429,14 +426,14 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
 def test_the_rule_is_a_loop_over_examples(others, overlap, case):
     dominant, labels, made, n_train = case
     n, n_layers, _ = dominant.shape
-    d_mlp = len(labels) // n_layers
+    d_mlp, model = len(labels) // n_layers, make_identity("none", "one", n_layers=n_layers)
     clusters = [
         [[int(labels[layer * d_mlp + i]) for i in dominant[row, layer]] for layer in range(n_layers)]
         for row in range(n)
     ]
     order = np.random.default_rng(0).permutation(n)
     train, test = order[:n_train], order[n_train:]
-    active = active_clusters(make_trace_of_dominant(dominant, "one"), make_clusters(labels, MODEL))
+    active = active_clusters(make_trace_of_dominant(dominant, "one"), make_clusters(labels, model))
     assert active.tolist() == clusters
     known = [clusters[row] for row in train]
     expected = [layer_left(clusters[row], known, made[train].tolist(), others, overlap) for row in test]

@@ -64,10 +64,9 @@ def test_the_provenance_of_a_set_is_what_its_maps_have_in_common(tmp_path):
 
 def test_maps_of_two_models_or_two_maps_of_a_pair_are_refused():
     one = LinearMap(torch.eye(4), None, "h.0", "h.1", ORIGIN)
-    others = make_identity("small", "beef"), replace(make_identity("small"), changes=("a hook",))
-    for other in others:
-        with pytest.raises(InputError):
-            MapSet([one, LinearMap(torch.eye(4), None, "h.0", "h.2", Provenance(other))])
+    other = Provenance(make_identity("small", "beef"))
+    with pytest.raises(InputError):
+        MapSet([one, LinearMap(torch.eye(4), None, "h.0", "h.2", other)])
     with pytest.raises(InputError, match="one for each pair"):
         MapSet([one, linear("h.0", "h.1")])
 
