@@ -384,6 +384,6 @@ def cut_config(config: Any, remaining: Sequence[int]) -> Any:
     if lost:
         raise InputError(
             f"The blocks to remove must leave a configuration that {type(cut).__name__} can express, got one "
-            f"whose {', '.join(lost)} would change. Remove other blocks."
+            f"whose {', '.join(lost)} would change. Choose other blocks to remove."
         )
     return cut

@@ -110,7 +110,7 @@ def test_the_method_follows_the_memory_and_is_printed(small_model, capsys):
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
 def test_a_vector_without_a_direction_is_named(value, small_model, monkeypatch):
-    values, plain = ValueVectors(small_model("gpt2")), ValueVectors.layer
+    values, plain = ValueVectors(small_model("gpt2")), ValueVectors.layer_view
 
     def layer(self: ValueVectors, number: int) -> torch.Tensor:
         vectors = plain(self, number).clone()
@@ -118,16 +118,16 @@ def test_a_vector_without_a_direction_is_named(value, small_model, monkeypatch):
             vectors[5] = value
         return vectors
 
-    monkeypatch.setattr(ValueVectors, "layer", layer)
+    monkeypatch.setattr(ValueVectors, "layer_view", layer)
     with pytest.raises(InputError, match=r"L1D5 is zero or not finite"):
         Clusters.fit(values, 9, progress=False)
 
 
 def test_short_vectors_count_as_much_as_long_ones(small_model, monkeypatch):
-    values, plain = ValueVectors(small_model("gpt2")), ValueVectors.layer
+    values, plain = ValueVectors(small_model("gpt2")), ValueVectors.layer_view
     expected = Clusters.fit(values, 30, progress=False)
     scales = (1e-30, 1e3, 1.0)  # whose squares float32 cannot tell from zero
-    monkeypatch.setattr(ValueVectors, "layer", lambda self, number: scales[number] * plain(self, number))
+    monkeypatch.setattr(ValueVectors, "layer_view", lambda self, number: scales[number] * plain(self, number))
     assert adjusted_rand_score(expected.labels, Clusters.fit(values, 30, progress=False).labels) == 1
 
 
