@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
+from itertools import product
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ _PROBES = (
     "tabs\tand\nnew\n\nlines \r\n", "naïve cafe\u0301 ﬁ Ⅸ Å", "camelCase snake_case CAPS", "Привет γεια",
     "日本語の文 한국어", "مرحبا नमस्ते", "🙂 — “quotes”…", "x=[(1+2)*3]//4; #!@$%^&",
 )  # fmt: skip
+# Of each kind that pre-tokenizers treat alike; all threes in a row are one more text.
+_KINDS = (" ", "\n", "\t", "1", "23", "a", "B", "é", "日", ".", "_", "'s", "🙂")
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 _WORDS = 200  # of the vocabulary, in one more text
 _READERS = ("gguf", "torch", "transformers", "tokenizers")
@@ -185,9 +188,9 @@ def _file_path(folder: str, name: str, **options: Any) -> str | None:
 
 
 def _probes(file: Any) -> list[str]:
-    """Texts in several scripts, and one of words of the vocabulary."""
-    size = file.get_vocab_size()
-    return [*_PROBES, file.decode(list(range(0, size, max(1, size // _WORDS))))]
+    """Texts in several scripts, one of all kinds of neighbors, and one of words of the vocabulary."""
+    size, neighbors = file.get_vocab_size(), "".join(map("".join, product(_KINDS, repeat=3)))
+    return [*_PROBES, neighbors, file.decode(list(range(0, size, max(1, size // _WORDS))))]
 
 
 def _encode(tokenizer: Any, texts: list[str], with_ends: bool = False) -> list[list[int]]:

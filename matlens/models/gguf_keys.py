@@ -55,6 +55,13 @@ _COMPUTED = {
 }
 _FACTORS = ("rope_freqs", "rope_factors_short", "rope_factors_long")
 _SPACE = "▁"  # as SentencePiece writes it
+# Vocabularies, by how llama.cpp splits texts for them: as GPT-2, which is what transformers does with names
+# that it does not know, or digits first. Files without a name are of 2023 or hand-made.
+_LIKE_GPT2 = (
+    None, "default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "gigachat", "mellum",
+    "modern-bert", "roberta-bpe", "granite-docling", "a.x-4.0",
+)  # fmt: skip
+_DIGITS_FIRST = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 _OLD_FREQUENCIES = "rot_embd"  # unscaled, in files of 2023; llama.cpp skips them too
 
 
@@ -111,6 +118,20 @@ def check_tensors(model: Any, path: Path) -> None:
         and _OLD_FREQUENCIES not in name
     ]
     _check(not unread, path, f"{len(unread)} tensors that {type(model).__name__} does not have: {unread[:5]}")
+
+
+def apply_splits(tokenizer: Any, path: Path) -> None:
+    """Split a text before its merges as the file says; raise InputError for splits that are not known."""
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+    from transformers.integrations.gguf import read_gguf_metadata
+
+    metadata, _ = read_gguf_metadata(str(path))
+    backend, kind = tokenizer.backend_tokenizer, metadata.get("tokenizer.ggml.pre")
+    known = metadata.get("tokenizer.ggml.model") != "gpt2" or kind in _LIKE_GPT2
+    if known or not isinstance(backend.pre_tokenizer, ByteLevel):  # or applied by transformers
+        return
+    _check(kind in _DIGITS_FIRST, path, f"tokenizer.ggml.pre = {kind!r}")
+    backend.pre_tokenizer = Sequence([Digits(individual_digits=True), backend.pre_tokenizer])
 
 
 def check_space_prefix(tokenizer: Any, path: Path) -> None:

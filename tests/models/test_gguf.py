@@ -16,6 +16,7 @@ from conftest import assert_near
 from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+import matlens
 from matlens import InputError
 from matlens.models.families.gguf import read_gguf
 
@@ -226,8 +227,10 @@ def write(path: Path, model: Any, case: Case, **more: Any) -> Path:
         writer.add_bool("tokenizer.ggml.add_space_prefix", more["space_prefix"])
     else:
         writer.add_string("tokenizer.ggml.model", "gpt2")
-        writer.add_array("tokenizer.ggml.tokens", [*[*bytes_to_unicode().values()][:-1], "he"])
-        writer.add_array("tokenizer.ggml.merges", ["h e"])
+        writer.add_array("tokenizer.ggml.tokens", [*[*bytes_to_unicode().values()][:-3], "he", "1.", "ĊĊ"])
+        writer.add_array("tokenizer.ggml.merges", ["h e", "1 .", "Ċ Ċ"])
+        if "splits" in more:
+            writer.add_string("tokenizer.ggml.pre", more["splits"])
     writer.add_uint32("tokenizer.ggml.bos_token_id", 1)
     writer.add_uint32("tokenizer.ggml.eos_token_id", 2)
     writer.add_uint32("tokenizer.ggml.padding_token_id", 0)
@@ -336,6 +339,16 @@ def test_a_space_before_the_first_word_is_that_of_the_file(tmp_path):
     assert read_gguf(spaced, torch.float32)[0].tokenize("a") == ["▁", "a"]
     with pytest.raises(InputError, match="add_space_prefix"):
         read_gguf(plain, torch.float32)
+
+
+def test_texts_are_split_as_the_file_says(tmp_path):
+    case, path = CASES["llama"], tmp_path / "model.gguf"
+    for splits, expected in (("gpt-2", ["he", "Ċ", "Ċ", "1"]), ("smollm", ["he", "ĊĊ", "1"])):
+        write(path, random_model(case.config), case, splits=splits)
+        assert matlens.load(path).tokenizer.tokenize("he\n\n1") == expected
+    write(path, random_model(case.config), case, splits="falcon")
+    with pytest.raises(InputError, match="falcon"):
+        read_gguf(path, torch.float32)
 
 
 def test_zero_switches_a_cap_off(tmp_path):

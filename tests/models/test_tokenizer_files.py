@@ -21,7 +21,7 @@ from matlens.models.checkpoints import read_tokenizer
 
 TEXTS = [
     "w1 w2  w3", " the cat", "Hello don't 1234,5", "  two\n\n x", "日本語 🙂 café", "The THE the",
-    "<s> a [MASK]",
+    "<s> a [MASK]", "w1 w2:\n\n1 w3  2",
 ]  # fmt: skip
 SPECIAL = ["[UNK]", "[PAD]", "[MASK]", "<s>", "<|endoftext|>"]
 

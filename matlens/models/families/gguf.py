@@ -19,7 +19,7 @@ from matlens.models.checkpoints import (
     read_tokenizer,
     software,
 )
-from matlens.models.gguf_keys import apply_keys, check_space_prefix, check_tensors
+from matlens.models.gguf_keys import apply_keys, apply_splits, check_space_prefix, check_tensors
 from matlens.models.places import GGUF
 from matlens.models.registry import Family, register
 from matlens.models.weights import tensor_digest
@@ -28,7 +28,7 @@ MODEL = "model"
 """Name of the cache entries of models."""
 # Settings about a model's origin, not its content.
 _ORIGIN = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-_READING = 2  # what is applied of a file; a new number makes stored models invalid
+_READING = 3  # what is applied of a file; a new number makes stored models invalid
 _TEXTS = ("a", " The naïve café, 1,000  times\n", "don't Привет 日本語 🙂 <|endoftext|></s>")
 
 
@@ -81,6 +81,7 @@ def _dequantize(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     with tempfile.TemporaryDirectory() as alone:
         Path(alone, path.name).symlink_to(path.resolve())
         tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=path.name)
+        apply_splits(tokenizer, path)
         config = AutoConfig.from_pretrained(alone, gguf_file=path.name)
         apply_keys(config, path)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
