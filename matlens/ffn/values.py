@@ -85,6 +85,7 @@ class ValueParts:
     norms: Sequence[nn.Module] = ()  # after each FFN, before its output joins the residual stream
     mixtures: Sequence[Any] = ()  # the experts of each layer, or None
     multiplier: float = 1.0  # of FFN outputs
+    is_from_model: bool = False
 
     @classmethod
     def from_model(cls, model: TransformerBridge) -> ValueParts:
@@ -115,6 +116,7 @@ class ValueParts:
             norms,
             mixtures,
             output_multiplier(model),
+            is_from_model=True,
         )
 
 
@@ -137,7 +139,7 @@ class ValueVectors:
         self._matrices, self._biases = parts.matrices, parts.biases
         self._norms = [float32_on(copy.deepcopy(norm), self.device) for norm in parts.norms]
         self._mixtures, self._multiplier = parts.mixtures or [None] * self.n_layers, parts.multiplier
-        self.output_kind = parts.output_kind
+        self.output_kind, self._is_from_model = parts.output_kind, parts.is_from_model
         self._gains = [NormGain.from_module(norm, self.d_model) for norm in self._norms]
 
     def __len__(self) -> int:
@@ -259,7 +261,7 @@ class ValueVectors:
             )
 
     def _check_from_model(self) -> None:
-        if not self._norms:
+        if not self._is_from_model:
             raise InputError(
                 "These value vectors are from the cache, without norms. Use ValueVectors(model)."
             )

@@ -291,5 +291,8 @@ def _keep_place_in_cache(given: Sequence[Any], layer: int, h: Tensor) -> None:
         elif states is not None:  # before transformers 5.10
             place.has_previous_state = True
         if place is None or hasattr(place, "update"):
-            nothing = h.new_zeros(h.shape[0], 1, h.shape[1], 1)
+            keys = getattr(place, "keys", None)  # of a pass before the context
+            n_heads, width = (1, 1) if keys is None or keys.ndim < 4 else (keys.shape[1], keys.shape[3])
+            # NaN, which a pass that computes the block after all cannot take for vectors.
+            nothing = h.new_full((h.shape[0], n_heads, h.shape[1], width), torch.nan)
             cache.update(nothing, nothing, layer)
