@@ -111,6 +111,11 @@ def skipped_layers(model: TransformerBridge) -> set[int]:
     return {layer for active in _ACTIVE.get(model, []) for layer in active.blocks[1:]}
 
 
+def has_skipped_blocks(model: TransformerBridge) -> bool:
+    """Whether active jumps skip any block."""
+    return any(active.blocks for active in _ACTIVE.get(model, []))
+
+
 def find_reserved(model: TransformerBridge, replacement: Replacement) -> str | None:
     """Name the first part of a replacement that is reserved in the model, if any."""
     return find_overlap(ModelLayout.from_model(model), replacement, _ACTIVE.get(model, []))
