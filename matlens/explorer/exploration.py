@@ -33,7 +33,7 @@ from matlens.models.layout import ModelLayout
 from matlens.models.sites import COEFFICIENTS, FFN_OUT, STREAM, Site
 from matlens.models.tokens import Messages, visible
 from matlens.parallel import Bar
-from matlens.patching.contexts import skipped_layers
+from matlens.patching.contexts import has_skipped_blocks, skipped_layers
 from matlens.plots.pages import LensCells, PromptPage, UpdateCells
 
 if TYPE_CHECKING:
@@ -101,9 +101,9 @@ def explore(
     k = min(_BEST, readout.d_vocab)
     asked = [token_number(readout, pin) for pin in pins]
     examples = make_prompts(model, [given])
-    skipped = skipped_layers(model)
+    skipped, has_jumps = skipped_layers(model), has_skipped_blocks(model)
     layers = sorted(set.intersection(*(set(lens.layers) for lens in named.values())) - skipped | {last})
-    has_values = COEFFICIENTS in ModelLayout.from_model(model).kinds and not skipped
+    has_values = COEFFICIENTS in ModelLayout.from_model(model).kinds and not has_jumps
     values = ValueVectors(model) if has_values else None
     kinds = [] if values is None else list(dict.fromkeys((COEFFICIENTS, FFN_OUT, values.output_kind)))
     sites = [Site(STREAM, layer) for layer in layers] + [Site(kind, b) for b in range(last) for kind in kinds]
@@ -145,7 +145,7 @@ def explore(
     shown = [tokens.numpy(), followed.numpy(), *(of_lens.ids for of_lens in grids)]
     texts = texts_of(readout.tokenizer, shown if updates is None else [*shown, updates.promoted])
     notes = [_READ[read], *([_WITHOUT_MAP] if len(layers) + len(skipped) <= last else [])]
-    notes += [_SKIPPED] if skipped else [_REPLACED] if values is not None and updates is None else []
+    notes += [_SKIPPED] if has_jumps else [_REPLACED] if values is not None and updates is None else []
     return PromptPage(
         activations.provenance.identity.name, visible(prompt_text(model, given, examples.tokens)),
         tokens.numpy(), layers, cells,

@@ -118,6 +118,7 @@ class Updates:
         tokens with the largest scores of ``m v``: where ``m`` is negative, tokens that ``v`` demotes.
         """
         projection.check_same(self.activations.provenance, theirs="the updates")
+        check_int(row, "row", min=0, max=self.activations.n_rows - 1)
         rows = []
         for layer in self.layers:
             dominant = self.dominant(layer, k)[row]

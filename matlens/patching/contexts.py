@@ -111,6 +111,11 @@ def skipped_layers(model: TransformerBridge) -> set[int]:
     return {layer for active in _ACTIVE.get(model, []) for layer in active.blocks[1:]}
 
 
+def has_skipped_blocks(model: TransformerBridge) -> bool:
+    """Whether active jumps skip any block."""
+    return any(active.blocks for active in _ACTIVE.get(model, []))
+
+
 def find_reserved(model: TransformerBridge, replacement: Replacement) -> str | None:
     """Name the first part of a replacement that is reserved in the model, if any."""
     return find_overlap(ModelLayout.from_model(model), replacement, _ACTIVE.get(model, []))
@@ -291,5 +296,8 @@ def _keep_place_in_cache(given: Sequence[Any], layer: int, h: Tensor) -> None:
         elif states is not None:  # before transformers 5.10
             place.has_previous_state = True
         if place is None or hasattr(place, "update"):
-            nothing = h.new_zeros(h.shape[0], 1, h.shape[1], 1)
+            keys = getattr(place, "keys", None)  # of a pass before the context
+            n_heads, width = (1, 1) if keys is None or keys.ndim < 4 else (keys.shape[1], keys.shape[3])
+            # NaN, which a pass that computes the block after all cannot take for vectors.
+            nothing = h.new_full((h.shape[0], n_heads, h.shape[1], width), torch.nan)
             cache.update(nothing, nothing, layer)

@@ -45,6 +45,7 @@ class _Prompt:
     length: int | None = None
     mask: Tensor | None = None
     is_prepared: bool = False
+    n_read: int = 0  # by all its passes, which a recurrent state does not count
 
 
 @dataclass(frozen=True)
@@ -311,18 +312,24 @@ class TokenPositions:
         if tokens is None:
             return "the pass has no token ids or embeddings"
         (n, length), cache = tokens.shape[:2], cache_of(given)
-        if cache is not None and not hasattr(cache, "get_seq_length"):
-            return f"its cache, {type(cache).__name__}, has no length"
-        total = length + (0 if cache is None else cache.get_seq_length())
         mask = given.get(f"{prefix}attention_mask")
-        if prepared is not None and (isinstance(mask, Mapping) or getattr(mask, "ndim", 2) == 4):
-            mask = prepared[0]  # of which transformers has made masks of attention for a static cache
-        if mask is not None and mask.ndim != 2:
+        if prepared is not None and (mask is None or isinstance(mask, Mapping) or mask.ndim == 4):
+            # A static cache gets masks of attention instead, and a recurrent model none after the prompt.
+            mask = prepared[0]
+        if mask is None:
+            n_stored = _n_stored(cache)
+            if n_stored is None and prompt is not None:
+                n_stored = prompt.n_read
+            if n_stored is None:
+                return f"its cache, {type(cache).__name__}, has no length"
+            mask = torch.ones(n, length + n_stored, dtype=torch.bool, device=tokens.device)
+        if mask.ndim != 2:
             return f"attention_mask must be [batch, length], got one of {mask.ndim} dimensions"
-        real = torch.ones(n, total, dtype=torch.bool, device=tokens.device) if mask is None else mask.bool()
+        real = mask.bool()
         past = max(real.shape[1] - length, 0)
         positions = (real.cumsum(1) - 1).masked_fill(~real, -1)[:, -length:]
         if prompt is not None and stack != ENCODER:
+            prompt.n_read += length
             ends = _prompt_ends(prompt, real)
             return _Batch(positions, ends, ends, whole=True, is_generated=True)
         ends = positions.max(1).values
@@ -358,9 +365,20 @@ def _unbound(method: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
+_CACHES = ("cache", "past_key_values", "cache_params", "state")  # the first from transformers 5.24 on
+
+
 def cache_of(given: Mapping[str, Any]) -> Any:
-    """The cache in the arguments of a pass or a block."""
-    return given.get("cache", given.get("past_key_values"))  # the name changes in transformers 5.24
+    """The cache or state in the arguments of a pass or a block."""
+    return next((given[name] for name in _CACHES if given.get(name) is not None), None)
+
+
+def _n_stored(cache: Any) -> int | None:
+    """How many tokens a cache holds; None for states of recurrent models, which do not count them."""
+    try:
+        return 0 if cache is None else cache.get_seq_length()
+    except (AttributeError, ValueError):
+        return None
 
 
 def _signature(module: Any) -> Mapping[str, inspect.Parameter]:

@@ -248,6 +248,14 @@ def test_both_grids_show_the_plain_models_numbers(small_model, plain_model, expl
         assert visit.page.locator("#grids h2").all_inner_texts() == ["mat", "mat, modified"]
 
 
+def test_a_page_inside_a_jump_over_one_block_has_no_sub_updates(small_model):
+    model = small_model("gpt2")
+    with matlens.patched(model, [Replacement(lambda h: h, 1, 2)]):
+        page = explore(model, PROMPT, progress=False)
+    assert list(page.layers) == [0, 1, 2, 3]
+    assert page.updates is None
+
+
 def test_layers_that_are_skipped_are_empty(small_model, explored, browser, tmp_path):
     model, maps = small_model("gpt2"), explored("gpt2")[1]
     jump = [Replacement(lambda h: h, 0, 3)]

@@ -474,6 +474,8 @@ def test_sub_updates_that_promote_a_word_are_found_by_trying_all(name, words, sm
     with pytest.raises(InputError):
         updates.promoting(read, words, row=2)
     with pytest.raises(InputError):
+        updates.table(read, row=2)
+    with pytest.raises(InputError):
         updates.promoting(Projection.from_model(small_model("llama")), words)
 
 

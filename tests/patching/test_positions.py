@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import assert_near
+import transformers
+from conftest import assert_near, make_tokenizer
 from hand_controlled import controlled_by_hand
 from handpatched import hand_vectors, submodule_part
 from patched_models import hook_counts, padded, patched, replacement
@@ -301,3 +302,48 @@ def test_encoder_and_decoder_have_their_own_last_tokens(model_folder):
             assert_near(found, expected)
         plain = model.original_model.generate(source, **GREEDY)
         assert float((torch.stack(plain.logits, 1)[:, 0] - expected[:, 0]).abs().max()) > 1e-5
+
+
+@pytest.mark.parametrize("kind", ["mamba", "rwkv"])
+def test_positions_are_known_where_the_state_has_no_length(kind, tmp_path):
+    import matlens
+
+    sizes = {"vocab_size": len(make_tokenizer()), "hidden_size": 32, "num_hidden_layers": 3, "state_size": 4}
+    config = transformers.AutoConfig.for_model(kind, **sizes, bos_token_id=None, eos_token_id=None)
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    model = matlens.load(tmp_path, device="cpu")
+    weight = 0.3 * torch.randn(32, 32)
+    tokens = PROMPT
+    for _ in range(3):  # passes over all tokens
+
+        def change(h: Tensor) -> Tensor:
+            return torch.where(torch.arange(h.shape[1])[:, None] > 0, h @ weight, h)
+
+        with matlens.patched(model, [Replacement(change, 2, 2)]), torch.no_grad():
+            tokens = torch.cat([tokens, model.original_model(tokens).logits[:, -1:].argmax(-1)], 1)
+    with matlens.patched(model, [Replacement(lambda h: h @ weight, 2, 2, "not-first")]):
+        found = model.original_model.generate(PROMPT, max_new_tokens=3, do_sample=False)
+        bridged = model.generate(
+            PROMPT, 3, do_sample=False, verbose=False, stop_at_eos=False, return_type="tokens"
+        )
+        with torch.no_grad():
+            output = model.original_model(PROMPT, use_cache=True)
+            state = {key: output[key] for key in ("cache_params", "state") if key in output}
+            with pytest.raises(InputError, match="has no length"):
+                model.original_model(tokens[:, -1:], use_cache=True, **state)
+    assert torch.equal(found, tokens)
+    assert torch.equal(bridged, tokens)
+
+
+def test_a_jump_continues_a_cache_of_the_unchanged_model(small_model, prefix):
+    """The blocks that it skips read nothing of the cache, which the unchanged model cannot continue."""
+    model, cache = small_model("llama"), prefix("llama")
+    weight = 0.3 * torch.randn(model.cfg.d_model, model.cfg.d_model)
+    with patched(model, [Replacement(lambda h: h @ weight, 1, 2)]), torch.no_grad():
+        first = model.original_model(PROMPT[:, 4:], past_key_values=cache).logits[:, -1]
+        after = model.original_model(first.argmax(-1)[None], past_key_values=cache).logits
+    assert after.isfinite().all()
+    with torch.no_grad():
+        assert model.original_model(PROMPT[:, -1:], past_key_values=cache).logits.isnan().all()
