@@ -24,8 +24,6 @@ from pathlib import Path
 from types import FunctionType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
-from matlens.arithmetic import is_reduced, own_precision
-
 _LONGEST_MESSAGE = 1950  # characters of a message, with space for a prefix
 _SHOWN_SPACES = "Zs"  # other spaces and invisible characters are escaped
 
@@ -178,9 +176,6 @@ def _checked_function(function: Any) -> Any:
             check(value, hints().get(name, Any), name)
             if type(value).__module__ == "numpy" and "generic" in _names(value):  # a scalar, which JSON lacks
                 bound.arguments[name] = value.item()
-        if is_reduced():
-            with own_precision():
-                return function(*bound.args, **bound.kwargs)
         return function(*bound.args, **bound.kwargs)
 
     call.__checked__ = True  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ from matlens.models.registry import Family, ask
 from matlens.models.screening import Screen
 from matlens.models.tokens import token_texts
 from matlens.models.weights import float32_on
-from matlens.numerics import all_finite, check_finite, log_softmax
+from matlens.numerics import all_finite, check_finite, log_softmax, product_eps, without_autocast
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -69,6 +69,7 @@ class Readout:
         """Multiplications for one vector: the parameters of all matrices."""
         return sum(weight.numel() for weight in self._head.parameters() if weight.ndim == 2)
 
+    @without_autocast()
     def logits(
         self,
         h: Float[Tensor, "... d_model"],
@@ -118,6 +119,7 @@ class Readout:
         return tops, above + 1
 
     @torch.no_grad()
+    @without_autocast()
     def _tops(self, h: Tensor, ids: Tensor | None) -> Any:
         """The best tokens, and how many are above given ones; a few vectors at a time."""
         check_vectors(h, self.d_model)
@@ -152,6 +154,7 @@ class Readout:
         probability, token = self.log_probs(h).exp().topk(k)
         return list(zip(token_texts(self.tokenizer, token.tolist()), probability.tolist(), strict=True))
 
+    @without_autocast()
     def _agrees_with(self, model: TransformerBridge) -> None:
         seen: list[Tensor] = []
         last = ModelLayout.from_model(model).hook(model.cfg.n_layers)
@@ -244,4 +247,4 @@ def _scalings(model: TransformerBridge) -> list[tuple[float, float | None]]:
 def _precision(head: Sequence[nn.Module], vectors: Tensor) -> float:
     """The largest rounding of vectors or of the modules that read them."""
     kinds = {weight.dtype for module in head for weight in module.parameters()} | {vectors.dtype}
-    return max(torch.finfo(kind).eps for kind in kinds if kind.is_floating_point)
+    return max(product_eps(kind) for kind in kinds if kind.is_floating_point)

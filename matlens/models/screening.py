@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from matlens.numerics import has_float64
+from matlens.numerics import has_float64, product_eps
 
 _BLOCK = 1024  # tokens whose highest logit is looked at before each of theirs
 _TOGETHER = 4096  # logits that are computed in float64 together
@@ -97,7 +97,9 @@ class Screen:
         largest = (self._longest + self._rounded) * length
         if self._bias is not None:
             largest = largest + self._bias.abs().max()
-        return logits, self._rounded * length + self._longest * lost + self._summed * largest
+        # Both factors are rounded in TF32. Those in bfloat16 already are.
+        reduced = product_eps(quick.dtype) if quick.dtype == torch.float32 else 0.0
+        return logits, self._rounded * length + self._longest * lost + (self._summed + reduced) * largest
 
     def _in_full(self, x: Tensor, row: Tensor, token: Tensor) -> Tensor:
         """Logits of some tokens, in float64 where the device has it."""
