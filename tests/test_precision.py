@@ -15,7 +15,7 @@ import matlens
 from matlens import metrics
 from matlens.ffn import Projection, ValueVectors
 from matlens.lens.trained import LayerTraining
-from matlens.models import ModelLayout, screening
+from matlens.models import ModelLayout
 from matlens.numerics import product_eps, split_product
 
 _aten = torch.ops.aten
@@ -109,8 +109,7 @@ def test_autocast_changes_nothing_that_is_computed_from_vectors(collected):
         assert torch.equal(numbers, there[name]), name
 
 
-def test_reduced_products_change_no_fit_metric_or_rank(collected, monkeypatch):
-    monkeypatch.setattr(screening, "_bfloat16_is_quicker", lambda weight: False)
+def test_reduced_products_change_no_fit_metric_or_rank(collected):
     model, vectors = collected
     true = in_float64(vectors) | ranks(model, vectors)
     with reduced_products() as rounded:

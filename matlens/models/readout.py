@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from matlens.errors import InputError, check_int, checked
 from matlens.models.hooks import reading
@@ -18,10 +20,16 @@ from matlens.models.identity import ModelIdentity, Provenance, check_raw
 from matlens.models.inputs import ENCODER, probe_inputs, stack_of
 from matlens.models.layout import ModelLayout
 from matlens.models.registry import Family, ask
-from matlens.models.screening import Screen
 from matlens.models.tokens import token_texts
 from matlens.models.weights import float32_on
-from matlens.numerics import all_finite, check_finite, log_softmax, product_eps, without_autocast
+from matlens.numerics import (
+    all_finite,
+    check_finite,
+    has_float64,
+    log_softmax,
+    product_eps,
+    without_autocast,
+)
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -29,7 +37,8 @@ if TYPE_CHECKING:
 # Settings of a configuration that change logits after the unembedding.
 _OF_LOGITS = re.compile(r"^(?!.*att).*(logit|lm_head|^output_|^softcap)")
 _FACTOR, _CAP = re.compile(r"scal|multiplier"), re.compile(r"cap")
-_SCREENED = 1 << 24  # logits that are looked at together
+_TOGETHER = 1 << 24  # logits in memory at once
+_AT_ONCE = 4096  # logits that are computed in float64 at once
 
 
 @checked
@@ -53,7 +62,6 @@ class Readout:
         self._head: Any = nn.Sequential(*(float32_on(module, self.device) for module in modules))
         self._scale: float = 1.0
         self._cap: float | None = None  # found from the model's own logits
-        self._screen: Any = None
         self._agrees_with(model)
 
     def __repr__(self) -> str:
@@ -125,22 +133,18 @@ class Readout:
         check_vectors(h, self.d_model)
         *modules, unembedding = self._head
         # A cap grows with the logit and a factor is greater than 0, so neither changes which token is above.
-        screened = Screen.suits(unembedding) and self._scale > 0
-        if screened and self._screen is None:
-            self._screen = Screen(unembedding)
-        n_parts = max(-(-len(h) // max(_SCREENED // self.d_vocab, 1)), 1)  # of one size, none of a few rows
+        exact = is_plain_linear(unembedding) and self._scale > 0
+        n_parts = max(-(-len(h) // max(_TOGETHER // self.d_vocab, 1)), 1)  # of one size, none of a few rows
         parts, results = h.tensor_split(n_parts), list[Any]()
         given = [None] * n_parts if ids is None else ids.tensor_split(n_parts)
         for part, tokens in zip(parts, given, strict=True):
             features = part.to(self.device, torch.float32)
             for module in modules:
                 features = module(features)
-            if screened and self._screen.fits(features):
-                results.append(self._screen.top_and_rank(features, tokens))
-                continue
-            logits = self.logits(part)
-            above = None if tokens is None else (logits > logits.gather(1, tokens[:, None])).sum(1)
-            results.append((logits.argmax(-1), above))
+            if exact:
+                results.append(top_and_rank(unembedding, features, tokens))
+            else:
+                results.append(_largest(self.logits(part), tokens))
         tops, ranks = zip(*results, strict=True)
         return torch.cat(tops), None if ids is None else torch.cat(ranks)
 
@@ -183,6 +187,66 @@ class Readout:
                 "not give the model's own logits. Register a matlens.models.Family with its head, or report "
                 "the model."
             )
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """True for a linear layer in float32 that nothing changes on the way."""
+    if type(module) is not nn.Linear or module.weight.dtype != torch.float32:
+        return False
+    hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    return not hooked and not parametrize.is_parametrized(module)
+
+
+def top_and_rank(
+    unembed: nn.Linear, x: Float[Tensor, "n d"], ids: Int[Tensor, " n"] | None
+) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"] | None]:
+    """The first token with the highest logit of each row, and how many are above the given one.
+
+    As in float64: logits within rounding of the highest or of the given one are computed again.
+    """
+    weight, bias = unembed.weight.detach(), unembed.bias
+    logits, n = nn.functional.linear(x, weight, None if bias is None else bias.detach()), len(x)
+    size = x.norm(dim=1) * weight.norm(dim=1).max() + (0 if bias is None else bias.detach().abs().max())
+    # The sum of d products, in any order, of factors that TF32 or bfloat16 rounds first.
+    unit = (x.shape[1] + 4) * 2.0**-23 + product_eps(x.dtype)
+    slack = unit * size
+    if not bool(slack.isfinite().all()):  # logits overflow
+        return _largest(logits, ids)
+
+    def in_full(row: Tensor, token: Tensor) -> Tensor:
+        precision = torch.float64 if has_float64(x.device) else torch.float32
+        products = [
+            (weight[tokens].to(precision) * x[rows].to(precision)).sum(1)
+            for rows, tokens in zip(row.split(_AT_ONCE), token.split(_AT_ONCE), strict=True)
+        ]
+        exact = torch.cat(products)
+        return exact if bias is None else exact + bias.detach()[token].to(precision)
+
+    row, token = _places(logits >= (logits.amax(1) - 2 * slack)[:, None])
+    value = in_full(row, token)
+    best = value.new_full((n,), -torch.inf).scatter_reduce(0, row, value, "amax")
+    on_top = value == best[row]
+    top = torch.full((n,), len(weight), device=x.device).scatter_reduce(0, row[on_top], token[on_top], "amin")
+    if ids is None:
+        return top, None
+    given = in_full(torch.arange(n, device=x.device), ids)
+    surely = logits > (given + 2 * slack)[:, None].float()
+    row, token = _places((logits >= (given - 2 * slack)[:, None].float()) & ~surely)
+    above = (in_full(row, token) > given[row]) & (token != ids[row])
+    return top, surely.sum(1).index_add_(0, row[above], torch.ones_like(row[above]))
+
+
+def _largest(logits: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return logits.argmax(-1), None if ids is None else (logits > logits.gather(1, ids[:, None])).sum(1)
+
+
+def _places(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and columns of the true entries; NumPy finds them much faster than torch."""
+    if mask.device.type != "cpu":
+        rows, columns = mask.nonzero(as_tuple=True)
+        return rows, columns
+    places = torch.from_numpy(np.flatnonzero(mask.numpy()))
+    return places // mask.shape[1], places % mask.shape[1]
 
 
 def check_vectors(vectors: Tensor, width: int) -> None:

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 import matlens
 from matlens import InputError, Readout, ffn
-from matlens.models import readout, screening
+from matlens.models import readout
 from matlens.models.identity import ModelIdentity, Provenance
 from matlens.models.norms import NormGain
-from matlens.models.screening import Screen
+from matlens.models.readout import is_plain_linear, top_and_rank
 
 LAST = f"h.{N_LAYERS}"
 
@@ -32,9 +32,9 @@ def test_last_stream_reads_out_to_the_models_own_logits(name, small_model, plain
     assert_near(ours.logits(found[LAST][1, 4]), found["logits"][1, 4], 2e-6)
 
 
-@pytest.mark.parametrize(("name", "screened"), [("llama", True), ("bert", True), ("gemma2", False)])
-def test_top_ids_and_ranks_are_those_of_all_logits(name, screened, small_model, monkeypatch):
-    monkeypatch.setattr(readout.Screen, "suits", lambda module: screened)
+@pytest.mark.parametrize(("name", "exact"), [("llama", True), ("bert", True), ("gemma2", False)])
+def test_top_ids_and_ranks_are_those_of_all_logits(name, exact, small_model, monkeypatch):
+    monkeypatch.setattr(readout, "is_plain_linear", lambda module: exact)
     ours, generator = Readout(small_model(name)), torch.Generator().manual_seed(1)
     vectors = 3 * torch.randn(200, D_MODEL, generator=generator)
     ids = torch.randint(0, ours.d_vocab, (200,), generator=generator)
@@ -104,13 +104,6 @@ def test_vectors_that_cannot_be_read_are_refused(small_model):
 WIDTH = 48
 
 
-@pytest.fixture(params=["bfloat16", "float32"])
-def precision(request, monkeypatch):
-    """The precision of the quick products, whatever this processor likes best."""
-    monkeypatch.setattr(screening, "_bfloat16_is_quicker", lambda weight: request.param == "bfloat16")
-    return str(request.param)
-
-
 def layer(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
     unembed = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
     with torch.no_grad():
@@ -126,16 +119,15 @@ def in_float64(unembed: nn.Linear, x: Tensor) -> Tensor:
 
 
 def check(unembed: nn.Linear, x: Tensor, ids: Tensor) -> None:
-    screen, logits = Screen(unembed), in_float64(unembed, x)
-    with torch.inference_mode():
-        top, rank = screen.top_and_rank(x, ids)
+    logits = in_float64(unembed, x)
+    top, rank = top_and_rank(unembed, x, ids)
     assert torch.equal(logits.gather(1, top[:, None])[:, 0], logits.amax(1))
     assert torch.equal(rank, (logits > logits.gather(1, ids[:, None])).sum(1))
 
 
 @pytest.mark.parametrize("n_tokens", [1, 1025])
 @pytest.mark.parametrize("biased", [False, True])
-def test_top_tokens_and_ranks_are_those_of_float64(n_tokens, biased, precision):
+def test_top_tokens_and_ranks_are_those_of_float64(n_tokens, biased):
     generator = torch.Generator().manual_seed(n_tokens)
     weight = torch.randn(n_tokens, WIDTH, generator=generator)
     weight *= torch.rand(n_tokens, 1, generator=generator) * 3
@@ -169,44 +161,34 @@ def rounded_logits(generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("make", [confused, rounded_weights, rounded_logits])
-def test_tokens_that_rounding_confuses_are_told_apart(make, precision):
+def test_tokens_that_rounding_confuses_are_told_apart(make):
     generator = torch.Generator().manual_seed(0)
     weight, x = make(generator)
     check(layer(weight), x, torch.randint(3000, (30,), generator=generator))
 
 
-def test_the_first_of_equal_tokens_is_on_top_and_none_is_above_its_equals(precision):
+def test_the_first_of_equal_tokens_is_on_top_and_none_is_above_its_equals():
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(900, WIDTH, generator=generator).repeat(3, 1)  # each token three times
     x = torch.randn(20, WIDTH, generator=generator)
     unembed = layer(weight)
     logits = in_float64(unembed, x)[:, :900]
-    top, rank = Screen(unembed).top_and_rank(x, logits.argmax(1) + 1800)
+    top, rank = top_and_rank(unembed, x, logits.argmax(1) + 1800)
     assert torch.equal(top, logits.argmax(1))
     assert not rank.any()
-    assert torch.equal(
-        Screen(unembed).top_and_rank(torch.zeros(2, WIDTH), None)[0], torch.zeros(2, dtype=torch.int64)
-    )
+    assert top_and_rank(unembed, torch.zeros(2, WIDTH), None)[0].tolist() == [0, 0]
+    assert top_and_rank(unembed, torch.zeros(0, WIDTH), torch.zeros(0, dtype=torch.int64))[0].shape == (0,)
+    large, _ = top_and_rank(unembed, torch.full((1, WIDTH), 1e38), torch.tensor([3]))
+    assert 0 <= int(large) < 2700
 
 
-def test_a_bias_of_zeros_is_none(monkeypatch):
-    """TransformerLens gives one to unembeddings that have none."""
-    monkeypatch.setattr(screening, "_bfloat16_is_quicker", lambda weight: True)
-    unembed = layer(torch.randn(20, WIDTH), torch.zeros(20))
-    assert Screen(unembed)._logits(torch.randn(9, WIDTH))[0].dtype == torch.bfloat16
-
-
-def test_a_layer_that_something_hangs_on_is_not_screened():
+def test_a_layer_with_a_hook_is_not_plain():
     unembed = layer(torch.randn(10, WIDTH))
-    assert Screen.suits(unembed)
-    assert not Screen.suits(nn.Sequential(unembed))
-    assert not Screen.suits(nn.Linear(3, 3).bfloat16())
-    handle = unembed.register_forward_hook(lambda module, inputs, output: output + 1)
-    assert not Screen.suits(unembed)
-    handle.remove()
-    screen = Screen(unembed)
-    assert not screen.fits(torch.full((1, WIDTH), 1e35))
-    assert screen.fits(torch.zeros(0, WIDTH))
+    assert is_plain_linear(unembed)
+    assert not is_plain_linear(nn.Sequential(unembed))
+    assert not is_plain_linear(nn.Linear(3, 3).bfloat16())
+    unembed.register_forward_hook(lambda module, inputs, output: output + 1)
+    assert not is_plain_linear(unembed)
 
 
 @pytest.mark.parametrize(("norm", "centred"), [
