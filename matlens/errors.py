@@ -24,8 +24,6 @@ from pathlib import Path
 from types import FunctionType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
-from matlens.arithmetic import is_reduced, own_precision
-
 _LONGEST_MESSAGE = 1950  # characters of a message, with space for a prefix
 _SHOWN_SPACES = "Zs"  # other spaces and invisible characters are escaped
 
@@ -99,15 +97,15 @@ Tokenizer = Annotated[Any, "of transformers"]
 
 
 class _Type(NamedTuple):
-    """The words for a type in messages, and its check."""
+    """The words for an annotation in messages, and its check."""
 
     words: str
     holds: Callable[[Any], bool]
 
 
 def is_int(value: Any) -> bool:
-    """Whether a value is an integer of Python or NumPy."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    """True for an integer of Python or NumPy."""
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 def _is_number(value: Any) -> bool:
@@ -157,34 +155,35 @@ def checked(public: Public) -> Public:
 
 
 def _checked_function(function: Any) -> Any:
-    signature = inspect.signature(function)
+    parameters = inspect.signature(function).parameters
+    by_position = [name for name, each in parameters.items() if each.kind is not each.KEYWORD_ONLY]
 
     @cache
-    def hints() -> dict[str, Any]:
+    def types() -> dict[str, _Type]:
         names = _Names(vars(builtins) | globals() | getattr(inspect.unwrap(function), "__globals__", {}))
-        return {
+        hints = {
             name: eval(each.annotation, {}, names) if isinstance(each.annotation, str) else each.annotation
-            for name, each in signature.parameters.items()
+            for name, each in parameters.items()
             if each.annotation is not each.empty and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
         }
+        return {name: _type(hint) for name, hint in hints.items()}
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            bound = signature.bind(*args, **kwargs)
-        except TypeError as error:  # Python's own words, which name no function here
-            raise TypeError(f"{function.__qualname__}() {error}") from None
-        for name, value in bound.arguments.items():
-            check(value, hints().get(name, Any), name)
-            if type(value).__module__ == "numpy" and "generic" in _names(value):  # a scalar, which JSON lacks
-                bound.arguments[name] = value.item()
-        if is_reduced():
-            with own_precision():
-                return function(*bound.args, **bound.kwargs)
-        return function(*bound.args, **bound.kwargs)
+        known = types()
+        for name, value in (*zip(by_position, args, strict=False), *kwargs.items()):
+            if name in known:
+                _check(value, known[name], name)
+        return function(*map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
 
     call.__checked__ = True  # type: ignore[attr-defined]
     return call
+
+
+def _plain(value: Any) -> Any:
+    """A scalar of NumPy, which JSON lacks, as Python's number."""
+    is_scalar = type(value).__module__ == "numpy" and "generic" in _names(value)
+    return value.item() if is_scalar else value
 
 
 class _Unimported(type):
@@ -206,15 +205,19 @@ class _Names(dict[str, Any]):
 
 def check(value: Any, hint: Any, name: str) -> None:
     """Raise InputError if a value does not fit an annotation."""
-    if not _fits(value, hint):
-        words = _words(hint)
-        remedy = next((remedy for kind, remedy in _REMEDIES.items() if kind in words.split()), "")
-        raise InputError(f"{name} must be {words}, got {short(value)}. {remedy}".rstrip())
+    _check(value, _type(hint), name)
+
+
+def _check(value: Any, kind: _Type, name: str) -> None:
+    if not kind.holds(value):
+        remedy = next((remedy for known, remedy in _REMEDIES.items() if known in kind.words.split()), "")
+        raise InputError(f"{name} must be {kind.words}, got {short(value)}. {remedy}".rstrip())
 
 
 def check_int(value: Any, name: str, *, min: float = -math.inf, max: float = math.inf) -> int:
     """Raise InputError unless a value is an integer within bounds that depend on other values."""
-    check(value, Annotated[int, Between(min, max)], name)
+    if not (is_int(value) and min <= value <= max):
+        raise InputError(f"{name} must be an integer{Between(min, max)}, got {short(value)}.")
     return int(value)
 
 
@@ -271,80 +274,81 @@ def _with_article(name: str) -> str:
     return f"an {name}" if name[0] in "AEIOaeio" else f"a {name}"
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether an annotation allows a value; one that is not known allows anything."""
+def _type(hint: Any) -> _Type:
+    """What an annotation means; one that is not known allows anything."""
     if hint in _TYPES:
-        return _TYPES[hint].holds(value)
+        return _TYPES[hint]
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        number, bounds = parts
-        return _fits(value, number) and bounds.min <= value <= bounds.max
-    if origin in (Union, UnionType):
-        return any(_fits(value, part) for part in parts)
+        number, bounds = _type(parts[0]), parts[1]
+        return _Type(f"{number.words}{bounds}", lambda x: number.holds(x) and bounds.min <= x <= bounds.max)
     if origin is Literal:
-        return isinstance(value, str | int | None) and value in parts
-    if origin in (Sequence, Iterable, list, tuple):
-        return _fits_list(value, origin, parts)
-    if origin in (Mapping, dict):
-        # Others than a dict may read their values when asked.
-        items = value.items() if type(value) is dict else ()
-        return isinstance(value, Mapping) and all(all(map(_fits, item, parts)) for item in items)
+        choices = " or ".join(map(repr, parts))
+        return _Type(choices, lambda value: isinstance(value, str | int | None) and value in parts)
     if origin is Callable:
-        return callable(value)
-    if _is_array_type(hint):
-        return _fits_array(value, hint)
-    return hint in (Any, object) or not inspect.isclass(hint) or hint.__name__ in _names(value)
+        return _Type("a function", callable)
+    inner = [_type(part) for part in parts if part is not ...] if origin else []
+    if origin in (Union, UnionType):
+        words = " or ".join(dict.fromkeys(each.words for each in inner))
+        return _Type(words, lambda value: any(each.holds(value) for each in inner))
+    if origin is tuple and ... not in parts:
+        words = f"a tuple ({', '.join(each.words for each in inner)})"
+        return _Type(words, lambda value: _is_tuple(value, inner))
+    if origin in (Sequence, Iterable, list, tuple):
+        return _Type(f"a list (each {inner[0].words})", lambda value: _is_list(value, origin, inner[0]))
+    if origin in (Mapping, dict):
+        return _Type(f"a dict (each value {inner[1].words})", lambda value: _is_mapping(value, *inner))
+    if inspect.isclass(hint) and "array_type" in vars(hint):  # of jaxtyping
+        return _Type(hint.__name__, _array_check(hint))
+    if hint in (Any, object) or not inspect.isclass(hint):
+        return _Type("anything", lambda value: True)
+    return _Type(_with_article(hint.__name__), lambda value: hint.__name__ in _names(value))
 
 
-def _fits_list(value: Any, origin: Any, parts: Sequence[Any]) -> bool:
+def _is_list(value: Any, origin: Any, item: _Type) -> bool:
+    items = _items(value, origin)
+    return items is not None and all(map(item.holds, items))
+
+
+def _is_tuple(value: Any, types: Sequence[_Type]) -> bool:
+    items = _items(value, tuple)
+    if items is None or len(items) != len(types):
+        return False
+    return all(each.holds(item) for each, item in zip(types, items, strict=True))
+
+
+def _items(value: Any, origin: Any) -> Any:
+    """The items of a list, none of an iterator, which the function reads; None for other values."""
     if hasattr(value, "tolist"):  # of NumPy, torch or pandas
         value = value.tolist() if getattr(value, "ndim", 1) == 1 else None
-    if not isinstance(value, Sequence | Set | Mapping):  # an iterator is read once, by the function
-        return origin is Iterable and isinstance(value, Iterable)
-    if isinstance(value, str | bytes) or (origin is not Iterable and not isinstance(value, Sequence)):
-        return False
-    if origin is tuple and ... not in parts:
-        return len(value) == len(parts) and all(map(_fits, value, parts))
-    return all(_fits(item, parts[0]) for item in value)
+    if isinstance(value, str | bytes):
+        return None
+    if isinstance(value, Sequence) or (origin is Iterable and isinstance(value, Set | Mapping)):
+        return value
+    return () if origin is Iterable and isinstance(value, Iterable) else None
 
 
-def _is_array_type(hint: Any) -> bool:
-    return inspect.isclass(hint) and "array_type" in vars(hint)  # of jaxtyping
+def _is_mapping(value: Any, key: _Type, item: _Type) -> bool:
+    # Others than a dict may read their values when asked.
+    items = value.items() if type(value) is dict else ()
+    return isinstance(value, Mapping) and all(key.holds(k) and item.holds(v) for k, v in items)
 
 
-def _fits_array(value: Any, hint: Any) -> bool:
-    """An array of a jaxtyping shape; lengths of axes are checked by the function."""
-    names, axes = _names(value), hint.dim_str.split()
-    # torch and NumPy would read the masked values of a masked array.
-    if hint.array_type.__name__ not in names or "MaskedArray" in names:
-        return False
-    if isinstance(hint.dtypes, tuple) and _dtype(value) not in hint.dtypes:
-        return False
-    return value.ndim >= len(axes) - 1 if "..." in axes else value.ndim == len(axes)
+def _array_check(hint: Any) -> Callable[[Any], bool]:
+    """The check of a jaxtyping shape; lengths of axes are checked by the function."""
+    axes, kind = hint.dim_str.split(), hint.array_type.__name__
+    n_axes, more = len(axes) - ("..." in axes), "..." in axes
 
+    def holds(value: Any) -> bool:
+        names = _names(value)
+        # torch and NumPy would read the masked values of a masked array.
+        if kind not in names or "MaskedArray" in names:
+            return False
+        if isinstance(hint.dtypes, tuple) and _dtype(value) not in hint.dtypes:
+            return False
+        return bool(value.ndim >= n_axes if more else value.ndim == n_axes)
 
-def _words(hint: Any) -> str:
-    """The words for an annotation in messages."""
-    if hint in _TYPES:
-        return _TYPES[hint].words
-    origin, parts = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        return f"{_words(parts[0])}{parts[1]}"
-    if origin in (Union, UnionType):
-        return " or ".join(dict.fromkeys(map(_words, parts)))
-    if origin is Literal:
-        return " or ".join(map(repr, parts))
-    if origin is tuple and ... not in parts:
-        return f"a tuple ({', '.join(map(_words, parts))})"
-    if origin in (Sequence, Iterable, list, tuple):
-        return f"a list (each {_words(parts[0])})"
-    if origin in (Mapping, dict):
-        return f"a dict (each value {_words(parts[1])})"
-    if origin is Callable:
-        return "a function"
-    if _is_array_type(hint):
-        return str(hint.__name__)
-    return "anything" if hint is Any else _with_article(hint.__name__)
+    return holds
 
 
 def _dtype(array: Any) -> str:

@@ -1,11 +1,11 @@
-"""Numerics on tensors: float64 on every device, products, log-probabilities, top-k."""
+"""Numerics on tensors: float64 on every device, precision of products, log-probabilities, top-k."""
 
 from __future__ import annotations
 
 import ctypes
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor
 from matlens.errors import InputError, checked, short
 
 WITHOUT_FLOAT64 = frozenset({"mps"})  # types of devices
+_AUTOCAST = ("cpu", "cuda", "mps", "xpu")
+_EXACT = ("ieee", "none")  # settings of float32 products
 
 
 def find_device(device: Any) -> torch.device:
@@ -48,6 +50,33 @@ def check_float64_device(device: Any) -> torch.device:
     return found
 
 
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Compute float32 in float32, also inside `torch.autocast`; a context or a decorator."""
+    with ExitStack() as stack:
+        for device in _AUTOCAST:
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+def product_eps(dtype: torch.dtype) -> float:
+    """The rounding of factors in a matmul: that of their dtype, or more if torch may reduce float32.
+
+    TF32 is a setting of the user (``torch.set_float32_matmul_precision``), which matlens does not change.
+    """
+    if dtype == torch.float32 and _reduces_float32():
+        dtype = torch.bfloat16
+    return torch.finfo(dtype).eps
+
+
+def _reduces_float32() -> bool:
+    backends: Any = torch.backends
+    if not hasattr(backends, "fp32_precision"):  # before torch 2.9
+        return torch.get_float32_matmul_precision() != "highest"
+    return any(each.matmul.fp32_precision not in _EXACT for each in (backends.mkldnn, backends.cuda))
+
+
 def all_finite(x: Tensor) -> bool:
     """Whether no value is NaN or infinite."""
     # A sum is not finite if a term is not, and is quicker than looking at each. It may overflow itself.
@@ -70,8 +99,9 @@ _SLICES = 6  # 48 bits of each factor
 
 
 @checked
+@without_autocast()
 def split_product(a: Float[Tensor, "n k"], b: Float[Tensor, "n m"]) -> Float[Tensor, "k m"]:
-    """``a.T @ b`` in float64, by products in float32 of slices of 8 bits, which are exact.
+    """``a.T @ b`` in float64, by products in float32 of slices of 8 bits, which are exact, also in TF32.
 
     An entry is off by no more than ``n * 6 * 2^-46`` times the largest values of both columns.
     """

@@ -170,10 +170,46 @@ def test_what_an_annotation_allows_is_taken(name, value):
 
 @pytest.mark.refused
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name in BAD for value in BAD[name]])
-def test_what_annotations_do_not_say_is_refused_too(name, value):
-    with pytest.raises(InputError, match=rf"^{name} must be .*, got .*\.") as refusal:
+def test_what_an_annotation_excludes_raises_and_names_the_argument(name, value):
+    with pytest.raises(InputError, match=name) as refusal:
         taking(**{"tokenizer": _Tokenizer(), name: value})
     assert len(str(refusal.value)) < 500
+
+
+@pytest.mark.refused
+@pytest.mark.parametrize("at", [0, 150, 299])
+def test_one_wrong_item_of_a_long_list_raises(at):
+    texts = ["a"] * 300
+    with pytest.raises(InputError, match="texts"):
+        taking(tokenizer=_Tokenizer(), texts=[*texts[:at], None, *texts[at:]])
+
+
+@checked
+def of_all_kinds(first: int, /, second: int, *rest: int, third: int = 3, **others: int) -> tuple[Any, ...]:
+    return first, second, rest, third, others
+
+
+def test_arguments_are_passed_on_as_python_binds_them():
+    assert of_all_kinds(1, second=2) == (1, 2, (), 3, {})
+    assert of_all_kinds(1, 2, 4, 5, third=6, fourth=7) == (1, 2, (4, 5), 6, {"fourth": 7})
+    for call in (of_all_kinds, lambda: of_all_kinds(1), lambda: taking(1, whole=2), lambda: taking(what=1)):
+        with pytest.raises(TypeError):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("args", "named", "wrong"),
+    [(("1", 2), {}, "first"), ((1, "2"), {}, "second"), ((1, 2), {"third": "3"}, "third")],
+)
+def test_an_argument_is_checked_wherever_it_is_given(args, named, wrong):
+    with pytest.raises(InputError, match=wrong):
+        of_all_kinds(*args, **named)
+
+
+def test_scalars_of_numpy_arrive_as_numbers_of_python():
+    first, second, rest, third, _ = of_all_kinds(np.int64(1), second=np.int32(2))
+    assert [type(each) for each in (first, second, third)] == [int, int, int]
+    assert rest == ()
 
 
 class _Tokenizer:
@@ -189,14 +225,14 @@ def test_integers_within_their_bounds_are_taken_and_others_refused(value, low, h
     if low <= value <= high:
         assert check_int(value, "k", min=low, max=high) == value
     else:
-        with pytest.raises(InputError, match=r"^k must be"):
+        with pytest.raises(InputError, match="k"):
             check_int(value, "k", min=low, max=high)
 
 
 @pytest.mark.parametrize("value", [-1e-9, 1.5, float("nan"), "1", None, True, 1j])
 def test_fractions_are_from_zero_to_one(value):
     check(np.float32(0.5), Fraction, "share")
-    with pytest.raises(InputError, match=r"^share must be a finite number from 0 to 1, got "):
+    with pytest.raises(InputError, match="share"):
         check(value, Fraction, "share")
 
 

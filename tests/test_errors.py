@@ -38,6 +38,6 @@ def test_an_error_cleans_its_message_and_keeps_its_lines():
 
 def test_a_typo_is_answered_with_the_closest_name():
     known = ["mat", "affine", "jacobian"]
-    assert did_you_mean("jacobain", known) == " Did you mean 'jacobian'?"
+    assert "jacobian" in did_you_mean("jacobain", known)
     for name in ("", "xyz", "\n", "a" * 500, 3):
         assert did_you_mean(name, known) == ""

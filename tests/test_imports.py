@@ -21,7 +21,7 @@ TESTS = Path(__file__).parent
 
 # Packages in import order: each imports from those before it and from itself.
 FLOORS = (
-    "arithmetic", "errors", "parallel", "numerics", "metrics", "io", "models", "data", "activations",
+    "errors", "parallel", "numerics", "metrics", "io", "models", "data", "activations",
     "linear", "patching", "drawing", "plots", "lens", "ffn", "linearity", "pruning", "study", "explorer",
     "cli", "__main__",
 )  # fmt: skip

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from matlens import parallel
 from matlens.activations.activations import HOLDS, Activations, Positions, Rows
-from matlens.arithmetic import own_precision
 from matlens.data.examples import Batch, Examples
 from matlens.data.readers import batch_groups, check_own_tokens, reads_whole
 from matlens.errors import InputError, NonNegativeInt, PositiveInt, checked
@@ -215,7 +214,7 @@ def _stream(
         for batch_index in batch_indices:
             batch, at, index = batches.read(batch_index)
             reader = _Reader(hooks, at)
-            with own_precision(), reading(model, reader.hooks):
+            with reading(model, reader.hooks):
                 first, others = batch.inputs(model)
                 model(first, **others, return_type=None)
             yield Rows(

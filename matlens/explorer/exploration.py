@@ -32,6 +32,7 @@ from matlens.linear.mapsets import MapSet
 from matlens.models.layout import ModelLayout
 from matlens.models.sites import COEFFICIENTS, FFN_OUT, STREAM, Site
 from matlens.models.tokens import Messages, visible
+from matlens.numerics import without_autocast
 from matlens.parallel import Bar
 from matlens.patching.contexts import has_skipped_blocks, skipped_layers
 from matlens.plots.pages import LensCells, PromptPage, UpdateCells
@@ -199,6 +200,7 @@ def _named(lenses: Sequence[Lens]) -> dict[str, Lens]:
 
 
 @torch.no_grad()
+@without_autocast()
 def dominant_cells(
     updates: Updates, projection: Projection, followed: Int[Tensor, " followed"], k: int, *, progress: bool
 ) -> UpdateCells:

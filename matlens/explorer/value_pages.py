@@ -26,6 +26,7 @@ from matlens.io.artifact import Artifact
 from matlens.io.files import write_files
 from matlens.models.identity import Provenance
 from matlens.models.tokens import token_texts, visible
+from matlens.numerics import without_autocast
 from matlens.parallel import Bar
 from matlens.plots.pages import assemble, embedded_json, packed
 
@@ -194,6 +195,7 @@ class _Pages:
             "starts": packed(np.concatenate([[0], np.cumsum(inside.sum((1, 2)))])),
         }
 
+    @without_autocast()
     def _near(self, layer: int, units: Tensor | None) -> tuple[Tensor, Tensor]:
         d_mlp = self._values.d_mlp
         if units is None:

@@ -26,6 +26,7 @@ from matlens.ffn.trace import GROUPS, Trace
 from matlens.ffn.values import ValueVectors
 from matlens.io.tables import result_row
 from matlens.linear.maps import tensor_digest
+from matlens.numerics import without_autocast
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -152,6 +153,7 @@ def trace_row(
 
 @checked
 @torch.no_grad()
+@without_autocast()
 def relative_scores(trace: Trace, model: TransformerBridge, to: Literal["mean", "rival"]) -> TraceScores:
     """Scores relative to the vocabulary's mean (lift) or to the rival's score (log-odds).
 

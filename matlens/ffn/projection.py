@@ -24,7 +24,7 @@ from matlens.models.norms import NormGain
 from matlens.models.readout import check_vectors, output_projection
 from matlens.models.tokens import token_texts, word_tokens
 from matlens.models.weights import float32_on
-from matlens.numerics import largest
+from matlens.numerics import largest, without_autocast
 from matlens.parallel import Bar
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class TopTokens(NamedTuple):
     scores: Float[Tensor, "n k"]
 
 
+@without_autocast()
 def unembedding(model: TransformerBridge) -> Float[Tensor, "d_vocab d_model"]:
     """``E``, a row for each token, in float32; of a masked-LM model the decoder of its head.
 
@@ -136,6 +137,7 @@ class Projection:
             Provenance(self.identity).check_same(other, ours="the projection", theirs=theirs)
 
     @torch.no_grad()
+    @without_autocast()
     def scores(self, vectors: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_vocab"]:
         """Score of every token for each vector."""
         return self._inputs(vectors) @ self.unembedding.T
@@ -167,6 +169,7 @@ class Projection:
         """Split vectors into blocks whose scores fit into 128 MiB."""
         return vectors.split(max(_SCORES // len(self.unembedding), 1))
 
+    @without_autocast()
     def _extremes(self, vectors: Tensor, *ends: tuple[int, bool]) -> list[TopTokens]:
         """The tokens at some ends of the same scores: how many, and whether they are the largest."""
         for k, _ in ends:

@@ -28,7 +28,7 @@ from matlens.models.identity import Provenance
 from matlens.models.layout import ModelLayout
 from matlens.models.readout import Readout
 from matlens.models.sites import COEFFICIENTS, FFN_OUT, PARALLEL, STREAM, Site
-from matlens.numerics import check_finite
+from matlens.numerics import check_finite, without_autocast
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -200,6 +200,7 @@ class _BatchReader:
         }
 
     @torch.no_grad()
+    @without_autocast()
     def rows(self, batch: Rows) -> dict[str, Tensor]:
         """The rows of a trace for the examples of a batch."""
         n, n_layers = len(batch.index), self._values.n_layers

@@ -31,6 +31,7 @@ from matlens.models.layout import ModelLayout, mixture, output_layer, output_mul
 from matlens.models.norms import NormGain
 from matlens.models.sites import COEFFICIENTS, FFN_OUT, NORMED_OUT
 from matlens.models.weights import float32_on, rows_of_linear
+from matlens.numerics import without_autocast
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -237,6 +238,7 @@ class ValueVectors:
         return ((normed * unscaled).sum(1) / size).where(size > 0, torch.ones_like(size))
 
     @torch.no_grad()
+    @without_autocast()
     def check_sums(
         self,
         layer: int,

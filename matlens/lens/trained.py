@@ -30,7 +30,7 @@ from matlens.linear.least_squares import warn_if_few
 from matlens.linear.maps import LinearMap
 from matlens.models.identity import Provenance
 from matlens.models.readout import Readout, check_vectors
-from matlens.numerics import in_float64, kl_divergence, log_softmax, recording_gradients
+from matlens.numerics import in_float64, kl_divergence, log_softmax, recording_gradients, without_autocast
 from matlens.parallel import Bar
 
 if TYPE_CHECKING:
@@ -118,6 +118,7 @@ class LayerTraining:
         self.residual = False  # whether the map is added to the vectors
         self.generator = torch.Generator().manual_seed(seed)
 
+    @without_autocast()
     def rescale(self) -> None:
         """Find the factor on the scores that minimizes the divergence, of 0.4, 0.5 to 1."""
         with torch.no_grad():
@@ -127,6 +128,7 @@ class LayerTraining:
             self.log_scale += math.log(_SCALES[int(losses.argmin())])
 
     @recording_gradients()
+    @without_autocast()
     def polish(
         self, *, steps: int = STEPS, batch: int = BATCH, tokens: int = TOKENS, rate: float = 0.03
     ) -> None:
@@ -159,6 +161,7 @@ class LayerTraining:
             schedule.step()
 
     @recording_gradients()
+    @without_autocast()
     def tune(self, *, steps: int = 250, rate: float = 1.0, batch: int | None = None) -> None:
         """Train ``h + A h + b`` from ``A = 0`` as the package tuned-lens does by default.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from matlens.errors import InputError, checked
 from matlens.models.identity import Provenance
 from matlens.models.weights import tensor_digest
+from matlens.numerics import without_autocast
 
 
 @checked
@@ -72,10 +73,12 @@ class LinearMap:
         return len(self.weight), (self.weight if self.right is None else self.right).shape[1]
 
     @property
+    @without_autocast()
     def matrix(self) -> Float[Tensor, "d_out d_in"]:
         """``A``, also of a low-rank map."""
         return self.weight if self.right is None else self.weight @ self.right
 
+    @without_autocast()
     def __call__(self, h: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
         """Map vectors of any precision in float32, on the map's device; returned on that of the vectors."""
         device, h = h.device, h.to(self.weight.device, torch.float32)

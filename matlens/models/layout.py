@@ -31,7 +31,7 @@ from matlens.models.sites import (
     Wiring,
     block_hook,
 )
-from matlens.numerics import in_float64
+from matlens.numerics import in_float64, product_eps, without_autocast
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -200,6 +200,7 @@ _KNOWN: WeakKeyDictionary[Any, tuple[tuple[Any, ...], ModelLayout]] = WeakKeyDic
 _SWITCHES = ("use_attn_result", "use_split_qkv_input", "use_hook_mlp_in", "use_attn_in")
 
 
+@without_autocast()
 def _examine(model: TransformerBridge) -> ModelLayout:
     layers = range(model.cfg.n_layers)
     wirings: Sequence[Wiring] = WIRINGS
@@ -326,6 +327,6 @@ def _adds_up(whole: Tensor, addends: list[Tensor]) -> bool:
     # coordinate of a real stream, a whole sub-module's output would pass for rounding.
     terms = in_float64(torch.stack([whole, *(addend.to(whole.device) for addend in addends)]))
     error = (terms[0] - terms[1:].sum(0)).abs()
-    slack = 8 * torch.finfo(whole.dtype).eps * terms.abs().sum(0)
+    slack = 8 * product_eps(whole.dtype) * terms.abs().sum(0)
     overflown = ~terms.isfinite().all(0)  # tells nothing of the wiring, and is refused where it is read
     return bool(((error <= slack) | overflown).all())

@@ -14,6 +14,7 @@ from matlens.models.hooks import reading
 from matlens.models.inputs import configured_image_shape
 from matlens.models.sites import STREAM_HOOKS, block_hook
 from matlens.models.weights import check_finite_weights
+from matlens.numerics import without_autocast
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -32,6 +33,7 @@ class Probe(NamedTuple):
     logits: Tensor | None = None
 
     @classmethod
+    @without_autocast()
     def from_plain(cls, hf_model: Any) -> Probe:
         """Run a model of transformers; raises InputError if it fails or its logits are not finite."""
         check_finite_weights(hf_model, str(hf_model.name_or_path))
@@ -73,6 +75,7 @@ class Probe(NamedTuple):
         return logits if self.present is None else logits[self.present.to(logits.device)]
 
 
+@without_autocast()
 def check_pass(model: TransformerBridge, probe: Probe) -> None:
     """Raise InputError unless a bridge runs, has a residual stream, and has the plain model's logits."""
     kind = type(model.original_model).__name__

@@ -22,7 +22,14 @@ from matlens.models.layout import ModelLayout
 from matlens.models.registry import Family, ask
 from matlens.models.tokens import token_texts
 from matlens.models.weights import float32_on
-from matlens.numerics import all_finite, check_finite, has_float64, log_softmax
+from matlens.numerics import (
+    all_finite,
+    check_finite,
+    has_float64,
+    log_softmax,
+    product_eps,
+    without_autocast,
+)
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -70,6 +77,7 @@ class Readout:
         """Multiplications for one vector: the parameters of all matrices."""
         return sum(weight.numel() for weight in self._head.parameters() if weight.ndim == 2)
 
+    @without_autocast()
     def logits(
         self,
         h: Float[Tensor, "... d_model"],
@@ -119,6 +127,7 @@ class Readout:
         return tops, above + 1
 
     @torch.no_grad()
+    @without_autocast()
     def _tops(self, h: Tensor, ids: Tensor | None) -> Any:
         """The best tokens, and how many are above given ones; a few vectors at a time."""
         check_vectors(h, self.d_model)
@@ -149,6 +158,7 @@ class Readout:
         probability, token = self.log_probs(h).exp().topk(k)
         return list(zip(token_texts(self.tokenizer, token.tolist()), probability.tolist(), strict=True))
 
+    @without_autocast()
     def _agrees_with(self, model: TransformerBridge) -> None:
         seen: list[Tensor] = []
         last = ModelLayout.from_model(model).hook(model.cfg.n_layers)
@@ -197,9 +207,8 @@ def top_and_rank(
     weight, bias = unembed.weight.detach(), unembed.bias
     logits, n = nn.functional.linear(x, weight, None if bias is None else bias.detach()), len(x)
     size = x.norm(dim=1) * weight.norm(dim=1).max() + (0 if bias is None else bias.detach().abs().max())
-    # The sum of d products, in any order; with TF32 or bfloat16 factors are rounded first.
-    unit = (x.shape[1] + 4) * 2.0**-23
-    unit += 0 if torch.get_float32_matmul_precision() == "highest" else 2.0**-7
+    # The sum of d products, in any order, of factors that TF32 or bfloat16 rounds first.
+    unit = (x.shape[1] + 4) * 2.0**-23 + product_eps(x.dtype)
     slack = unit * size
     if not bool(slack.isfinite().all()):  # logits overflow
         return _largest(logits, ids)
@@ -302,4 +311,4 @@ def _scalings(model: TransformerBridge) -> list[tuple[float, float | None]]:
 def _precision(head: Sequence[nn.Module], vectors: Tensor) -> float:
     """The largest rounding of vectors or of the modules that read them."""
     kinds = {weight.dtype for module in head for weight in module.parameters()} | {vectors.dtype}
-    return max(torch.finfo(kind).eps for kind in kinds if kind.is_floating_point)
+    return max(product_eps(kind) for kind in kinds if kind.is_floating_point)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from matlens.errors import InputError, checked
 from matlens.models.inputs import stack_of
-from matlens.numerics import all_finite
+from matlens.numerics import all_finite, product_eps, without_autocast
 
 if TYPE_CHECKING:
     from transformer_lens.model_bridge import TransformerBridge
@@ -54,6 +54,7 @@ def float32_on(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 @torch.no_grad()
+@without_autocast()
 def rows_of_linear(module: nn.Module, shape: tuple[int, int]) -> Float[Tensor, "d_mlp d_model"]:
     """Weights of a linear layer (Linear, Conv1D) with one row per input.
 
@@ -70,7 +71,7 @@ def rows_of_linear(module: nn.Module, shape: tuple[int, int]) -> Float[Tensor, "
             if matrix.shape != shape:
                 continue
             rows, constant = matrix[probed.to(weight.device)].float(), 0.0 if bias is None else bias.float()
-            slack = 4 * torch.finfo(weight.dtype).eps * (rows.abs() + abs(constant))
+            slack = 4 * product_eps(weight.dtype) * (rows.abs() + abs(constant))
             if bool(((outputs - rows - constant).abs() <= slack).all()):
                 return matrix
     raise InputError(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from matlens.models.registry import Family, register
 from matlens.models.sites import MIXTURE_HOOK, block_hook
+from matlens.numerics import product_eps
 
 _SHARED = ("shared_expert", "shared_experts")  # what the expert that all tokens share is called
 _GATE = "shared_expert_gate"
@@ -161,7 +162,7 @@ class Mixture:
         each = torch.stack([coefficients[:, part] @ rows[part] for part in parts])
         error = (output.flatten(0, -2).float() - multiplier * each.sum(0)).abs()
         terms = (coefficients.square() @ rows.square()).sqrt()
-        slack = 8 * torch.finfo(output.dtype).eps * abs(multiplier) * (each.abs().sum(0) + terms)
+        slack = 8 * product_eps(output.dtype) * abs(multiplier) * (each.abs().sum(0) + terms)
         overflown = ~(error + slack).isfinite()
         return bool(((error <= slack) | overflown).all())
 
