@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import huggingface_hub
 from huggingface_hub import HfApi
 
 TOKEN = "hf_" + "a" * 34
@@ -23,7 +22,6 @@ class Hub:
         self.folder = folder  # of downloads
         self.repositories: dict[str, list[tuple[str, dict[str, bytes]]]] = {}
         self.asked: list[str] = []
-        self.timeouts: set[float] = set()  # of the client's session while it is asked
         self.private: set[str] = set()
         self.refusal: str | None = None  # that every request is answered with
         self.before_commit: Any = None
@@ -55,7 +53,6 @@ class Hub:
 
     def _at(self, name: str, revision: str | None, *, writes: bool = False) -> tuple[str, dict[str, bytes]]:
         self.asked.append(name)
-        self.timeouts.add(huggingface_hub.get_session().timeout.read)
         if self.refusal is not None:
             raise OSError(self.refusal)
         if writes and self.token != TOKEN:

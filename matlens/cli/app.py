@@ -51,7 +51,7 @@ def _common(
 @cache.command()
 def show() -> None:
     """Show the folder of the cache, its entries, and when they were last used."""
-    from matlens.io.cache import LIMIT, VARIABLE
+    from matlens.io.cache import LIMIT_VARIABLE, VARIABLE
 
     cache = _existing_cache()
     entries = cache.entries()
@@ -67,8 +67,7 @@ def show() -> None:
     total = sum(entry.n_bytes for entry in entries)
     print_line(
         f"{len(entries)} entries of {total / _GIB:.2f} GiB in {cache.root}; at most {cache.limit / _GIB:g} "
-        f"GiB ({LIMIT.variable}, {LIMIT.default} where it is not set). {VARIABLE} moves it or, as 'off', "
-        "switches it off."
+        f"GiB ({LIMIT_VARIABLE}, 20 where it is not set). {VARIABLE} moves it or, as 'off', switches it off."
     )
 
 

@@ -12,7 +12,6 @@ import numpy as np
 
 from matlens.data.sources import Source, open_source
 from matlens.errors import Between, InputError, PositiveInt, Seed, checked, printable
-from matlens.io.bounds import CORPUS
 
 MIN_WORDS = 5
 """Minimum number of words of a sentence, or twice as many characters in scripts without spaces."""
@@ -138,8 +137,7 @@ def load_corpus(
 
 def _select_sentences(name: str, pieces: Iterable[str], limit: int | None) -> Corpus:
     sentences: dict[str, None] = {}  # an ordered set
-    n_read = n_empty = n_short = n_duplicate = n_characters = 0
-    max_characters = CORPUS.limit
+    n_read = n_empty = n_short = n_duplicate = 0
     for piece in pieces:
         n_read += 1
         words = piece.split()
@@ -152,9 +150,6 @@ def _select_sentences(name: str, pieces: Iterable[str], limit: int | None) -> Co
             n_duplicate += 1
         else:
             sentences[sentence] = None
-            n_characters += len(sentence)
-            if n_characters > max_characters:
-                CORPUS.check(n_characters, name)
             if len(sentences) == limit:
                 break
     return Corpus(name, tuple(sentences), n_read, n_empty, n_short, n_duplicate)

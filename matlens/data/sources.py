@@ -16,7 +16,7 @@ from sentencex import segment
 from matlens.data.samples import LANGUAGES, messages, news_sample, wikipedia_sample
 from matlens.data.texts import ARCHIVE_SUFFIXES, JSON_SUFFIXES, LEIPZIG_NAME, Lines, open_text
 from matlens.errors import InputError, did_you_mean, printable, short
-from matlens.io.bounds import LINE, parse_json
+from matlens.io.files import parse_json
 
 Source = str | os.PathLike[str] | Iterable[str | Mapping[str, Any] | None]
 
@@ -100,7 +100,6 @@ def _checked_text(text: Any, where: str) -> str:
         return ""
     if not isinstance(text, str):
         raise InputError(f"{where} must be a str or null, got {short(text)}.")
-    LINE.check(len(text), where)
     if "\0" in text:
         raise InputError(f"{where} has a NUL character. Is the file damaged?")
     # JSON can spell halves of surrogate pairs, which no tokenizer takes.

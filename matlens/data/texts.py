@@ -1,4 +1,4 @@
-"""Text files and Leipzig archives, plain or gzip, read with size limits.
+"""Text files and Leipzig archives, plain or gzip, read line by line.
 
 Nothing is unpacked to disk, so names and links in an archive are harmless.
 """
@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from matlens.errors import InputError
-from matlens.io.bounds import LINE, UNPACKED
 
 LEIPZIG_NAME = "-sentences.txt"
 ARCHIVE_SUFFIXES = (".tar", ".tgz", ".tar.gz")
 JSON_SUFFIXES = (".jsonl", ".json")
 _PIECE = 2**18  # bytes read at once
+LONGEST_LINE = 2**23  # bytes
 _DAMAGE = (tarfile.TarError, zlib.error, EOFError, OSError, ValueError, OverflowError)
 
 Lines = Iterator[tuple[int, str]]
@@ -39,11 +39,10 @@ def open_text(path: Path) -> Iterator[tuple[str, Lines]]:
         with path.open("rb") as opened:
             is_packed = name.endswith((".gz", ".tgz"))
             content: Any = gzip.GzipFile(fileobj=opened) if is_packed else opened
-            file = _Metered(content, path)
             if name.endswith(ARCHIVE_SUFFIXES):
-                name, pieces = LEIPZIG_NAME, _lines_of_tar(file, path)
+                name, pieces = LEIPZIG_NAME, _lines_of_tar(content, path)
             else:
-                pieces = iter(partial(file.readline, LINE.limit + 1), b"")
+                pieces = iter(partial(content.readline, LONGEST_LINE + 1), b"")
             yield name.removesuffix(".gz"), _decoded(_universal(pieces), path)
             if is_packed:
                 for _ in pieces:
@@ -63,17 +62,16 @@ def _universal(pieces: Iterable[bytes]) -> Iterator[bytes]:
             lines, rest = [*lines, rest], b""
         for line in lines:
             yield line.rstrip(b"\r\n") + b"\n"
-        if len(rest) > LINE.limit:
+        if len(rest) > LONGEST_LINE:
             break
     if rest:
         yield rest.removesuffix(b"\r") + b"\n" if rest.endswith(b"\r") else rest
 
 
 def _decoded(lines: Iterator[bytes], path: Path) -> Lines:
-    limit = LINE.limit
     for number, raw in enumerate(lines, 1):
-        if len(raw) > limit:
-            LINE.check(len(raw), f"Line {number} of '{path}'")
+        if len(raw) > LONGEST_LINE:
+            raise InputError(f"Line {number} of '{path}' must be at most {LONGEST_LINE:,} bytes. Split it.")
         try:
             line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
             if "\0" in line:
@@ -86,27 +84,7 @@ def _decoded(lines: Iterator[bytes], path: Path) -> Lines:
         yield number, line
 
 
-class _Metered:
-    """A file of which no more than the bound is read."""
-
-    def __init__(self, file: IO[bytes], path: Path) -> None:
-        self._file, self._path = file, path
-        self._n_read, self._limit = 0, UNPACKED.limit
-
-    def read(self, size: int) -> bytes:
-        return self._counted(self._file.read(size))
-
-    def readline(self, size: int) -> bytes:
-        return self._counted(self._file.readline(size))
-
-    def _counted(self, piece: bytes) -> bytes:
-        self._n_read += len(piece)
-        if self._n_read > self._limit:
-            UNPACKED.check(self._n_read, f"'{self._path}'")
-        return piece
-
-
-def _lines_of_tar(archive: _Metered, path: Path) -> Iterator[bytes]:
+def _lines_of_tar(archive: IO[bytes], path: Path) -> Iterator[bytes]:
     """Lines of the sentences of a Leipzig corpus; the rest of the archive is read, too."""
     n_texts = 0
     while (header := archive.read(tarfile.BLOCKSIZE)) != bytes(tarfile.BLOCKSIZE):
@@ -117,7 +95,7 @@ def _lines_of_tar(archive: _Metered, path: Path) -> Iterator[bytes]:
         remaining = size = 0 if member.isdir() else member.size
         while remaining > 0:
             is_line = is_text and n_texts == 1
-            read, limit = (archive.readline, LINE.limit + 1) if is_line else (archive.read, _PIECE)
+            read, limit = (archive.readline, LONGEST_LINE + 1) if is_line else (archive.read, _PIECE)
             piece = read(min(remaining, limit))
             if not piece:
                 raise EOFError("the archive is truncated")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from matlens.errors import Between, InputError, checked, printable
 from matlens.explorer.changes import KINDS, Change, Outcome, changed_model, compare_changes, offered_maps
 from matlens.explorer.exploration import explore
-from matlens.io.bounds import parse_json
+from matlens.io.files import parse_json
 from matlens.lens.lens import Lens
 from matlens.linear.mapsets import MapSet
 from matlens.models.identity import ModelIdentity

@@ -9,23 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import shlex
-import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from matlens import parallel
 from matlens.errors import InputError, plain_number
-from matlens.io.bounds import parse_json
 from matlens.io.files import (
-    CHECKSUM,
     check_file,
     check_size,
     checksummed,
@@ -33,9 +30,9 @@ from matlens.io.files import (
     damaged,
     describe_file,
     inside,
-    is_transient,
     locked,
     open_tensors,
+    parse_json,
     read_json,
     verified,
     write_files,
@@ -67,12 +64,11 @@ class Artifact:
     def __init__(self, folder: str | Path, config: Mapping[str, Any]) -> None:
         self.folder, self.config = Path(folder), dict(config)
         self._job = content_hash({"holds": config["holds"], "request": config["request"]})
-        self._headers: dict[str, tuple[str, Record]] = {}  # text and content of those that are verified
         self._verified: set[tuple[str, str]] = set()  # tensors that need not be hashed again
 
     @property
     def finished(self) -> bool:
-        """Whether the job is done."""
+        """True if the job is done."""
         return bool(self.config.get("finished"))
 
     @property
@@ -101,20 +97,19 @@ class Artifact:
             if parallel.is_main():
                 found = _same_job(folder, config)
                 if found is None or not found.finished:
-                    if not os.path.lexists(folder):
+                    if not folder.exists():
                         stack.callback(_remove_if_empty, folder)  # without the lock, which is a file in it
-                    stack.enter_context(locked(folder, lambda: _owner(folder)))
+                    stack.enter_context(locked(folder))
                     found = _same_job(folder, config)  # another process may be done
                 if found is not None and found.finished:
                     config = found.config
                 else:
-                    by = f"process {os.getpid()} on {socket.gethostname()}"
-                    write_files({folder / CONFIG: checksummed({**config, "finished": False, "by": by})})
+                    write_files({folder / CONFIG: checksummed({**config, "finished": False})})
             artifact = cls(folder, parallel.broadcast(config, f"the folder of {holds}"))
             try:
                 yield artifact
             except Exception:
-                if parallel.is_main() and not artifact.finished and _is_new(folder, but=CONFIG):
+                if parallel.is_main() and not artifact.finished and _files(folder) == [folder / CONFIG]:
                     (folder / CONFIG).unlink()
                 raise
 
@@ -132,7 +127,7 @@ class Artifact:
             names = (path.stem for path in self.folder.glob(f"*{TENSORS}"))
         found = sorted(name for name in names if self._path(name).exists())
         for name in found:
-            self._verify(name)
+            self.read_all(name)
         return found
 
     def write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
@@ -147,7 +142,6 @@ class Artifact:
         # One entry: safetensors writes several in another order each time.
         metadata = {_ENTRY: json.dumps(header)}
         write_files({self._path(name): lambda path: save_file(own, path, metadata=metadata)})
-        self._headers.pop(name, None)
         self._verified |= {(name, key) for key in own}
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
@@ -158,17 +152,13 @@ class Artifact:
         """Remove files of tensors that are no longer needed."""
         for name in names:
             self._path(name).unlink(missing_ok=True)
-            self._headers.pop(name, None)
 
     def finish(self) -> None:
         """Finish the job, once all of its processes have written their files."""
         parallel.barrier(f"the files of {self.config['holds']}")
         if parallel.is_main():
-            files = {}
-            for path in sorted(self.folder.rglob("*")):
-                name = path.relative_to(self.folder).as_posix()
-                if path.is_file() and name != CONFIG and not is_transient(name):
-                    files[name] = self._record(path)
+            paths = [path for path in _files(self.folder) if path != self.folder / CONFIG]
+            files = {path.relative_to(self.folder).as_posix(): self._record(path) for path in paths}
             write_files(
                 {self.folder / CONFIG: checksummed({**self.config, "finished": True, "files": files})}
             )
@@ -177,7 +167,8 @@ class Artifact:
 
     def _record(self, path: Path) -> dict[str, Any]:
         if path.suffix == TENSORS and path.parent == self.folder:
-            return {"bytes": path.stat().st_size, "tensors": self._header(path.stem)["tensors"]}
+            with self._opened(path.stem) as (_, hashes):
+                return {"bytes": path.stat().st_size, "tensors": hashes}
         return describe_file(path)
 
     # Reading
@@ -204,23 +195,16 @@ class Artifact:
 
     def tensors(self, name: str) -> list[str]:
         """Names of the tensors in a file of tensors."""
-        return list(self._header(name)["tensors"])
+        with self._opened(name) as (_, hashes):
+            return list(hashes)
 
     def read(self, name: str, tensor: str) -> Tensor:
-        """Map a tensor of ``name.safetensors`` from the disk."""
-        path, header = self._path(name), self._header(name)
-        if tensor not in header["tensors"]:
-            raise damaged(path, f"holds no tensor {tensor}")
-        with open_tensors(path, partial(damaged, path)) as file:
-            if _entry(file) != self._headers[name][0]:
-                raise InputError(
-                    f"{path} was written again after {self.folder} was opened. Open the folder again."
-                )
+        """Map a tensor of ``name.safetensors`` from the disk, and verify it when it is first read."""
+        with self._opened(name) as (file, hashes):
             values = file.get_tensor(tensor)
-        if (name, tensor) not in self._verified:
-            if _hash(values) != header["tensors"][tensor]:
-                raise damaged(path, f"does not hold the tensor {tensor} that was written")
-            self._verified.add((name, tensor))
+        if (name, tensor) not in self._verified and _hash(values) != hashes.get(tensor):
+            raise damaged(self._path(name), f"does not hold the tensor {tensor} that was written")
+        self._verified.add((name, tensor))
         return values
 
     def read_all(self, name: str) -> dict[str, Tensor]:
@@ -230,10 +214,9 @@ class Artifact:
     def read_json(self, name: str) -> dict[str, Any] | None:
         """Read a record that `write_json` wrote; ``None`` if there is none."""
         path = inside(self.folder, f"{name}.json")
-        try:
-            record = verified(read_json(path), path)
-        except FileNotFoundError:
+        if not path.exists():
             return None
+        record = verified(read_json(path), path)
         if record.get("job") != self._job:
             raise damaged(path, "was written by another job")
         return record["content"]
@@ -242,37 +225,25 @@ class Artifact:
         """Verify all files byte by byte; raises InputError on damage."""
         if not self.finished:
             self.written()
-            return
-        for name, record in self.files.items():
+        for name, record in self.config.get("files", {}).items():
             if "tensors" in record:
-                self._verify(name.removesuffix(TENSORS))
+                self.read_all(name.removesuffix(TENSORS))
             else:
                 check_file(inside(self.folder, name), record)
-
-    def _verify(self, name: str) -> None:
-        for tensor in self.tensors(name):
-            self.read(name, tensor)
 
     def _path(self, name: str) -> Path:
         return inside(self.folder, f"{name}{TENSORS}")
 
-    def _header(self, name: str) -> Record:
-        """The metadata of a tensor file, after its checksum is verified."""
-        if name in self._headers:
-            return self._headers[name][1]
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[tuple[Any, dict[str, str]]]:
+        """A file of tensors and the hash of each, if this job wrote it and has not replaced it since."""
         path = self._path(name)
-        if self.finished and path.name not in self.files:
-            raise damaged(path, f"is not in the list of files in {CONFIG}")
         with open_tensors(path, partial(damaged, path)) as file:
-            text, names = _entry(file), set(file.keys())
-        header = verified(parse_json(text, f"the metadata of {path}"), path)
-        recorded = self.files[path.name].get("tensors") if self.finished else header["tensors"]
-        if names != header["tensors"].keys() or header["tensors"] != recorded:
-            raise damaged(path, "holds other tensors than were written")
-        if (header["job"], header["name"]) != (self._job, name):
-            raise damaged(path, "was written by another job")
-        self._headers[name] = text, header
-        return header
+            header = verified(parse_json((file.metadata() or {}).get(_ENTRY, ""), str(path)), path)
+            listed = self.files.get(path.name, {}).get("tensors") if self.finished else header["tensors"]
+            if (header["job"], header["name"], header["tensors"]) != (self._job, name, listed):
+                raise damaged(path, f"is not the file that {CONFIG} lists, or was written again since")
+            yield file, header["tensors"]
 
 
 def make_config(holds: str, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -297,9 +268,8 @@ def command_line() -> str:
 
 
 def is_record(record: Any) -> bool:
-    """Whether JSON looks like a record of a folder that matlens wrote, damaged or not."""
-    keys = ("layout", "holds", "request", CHECKSUM)
-    return isinstance(record, dict) and sum(key in record for key in keys) > 1
+    """True for the JSON of a folder that matlens wrote, damaged or not."""
+    return isinstance(record, dict) and record.keys() >= {"layout", "holds", "request"}
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -313,7 +283,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def is_finished(folder: str | Path) -> bool:
-    """Whether a folder holds a finished artifact, by its ``config.json``."""
+    """True if a folder contains a finished artifact, by its ``config.json``."""
     try:
         return bool(read_json(Path(folder) / CONFIG).get("finished"))
     except (OSError, InputError, AttributeError):
@@ -329,7 +299,7 @@ def _same_job(folder: Path, config: Mapping[str, Any], *, partial: bool = False)
     try:
         found = _read_config(folder)
     except FileNotFoundError:
-        if folder.is_dir() and not _is_new(folder):
+        if folder.is_dir() and _files(folder):
             raise InputError(
                 f"{folder} holds other files. Choose a new or empty folder, or one of the same command."
             ) from None
@@ -344,10 +314,8 @@ def _same_job(folder: Path, config: Mapping[str, Any], *, partial: bool = False)
         and key.rpartition(".")[2] not in _NAMES
     ]
     if differing:
-        differences = "; ".join(
-            f"{key}: {stored.get(key)!s:.60} in the folder, {requested.get(key)!s:.60} now"
-            for key in differing[:8]
-        )
+        each = (f"{key}: {stored.get(key)!s:.60} there, {requested.get(key)!s:.60} now" for key in differing)
+        differences = "; ".join(islice(each, 8))
         raise InputError(
             f"{folder} belongs to another job ({differences}). Choose another folder, or remove it."
         )
@@ -362,26 +330,14 @@ def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _is_new(folder: Path, but: str = "") -> bool:
-    """Whether a folder holds nothing that a job has written, but for one file."""
-    return all(entry.name == but or is_transient(entry.name) for entry in folder.iterdir())
+def _files(folder: Path) -> list[Path]:
+    """All files of a folder but hidden ones, which are locks and partial files."""
+    return sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
 
 
 def _remove_if_empty(folder: Path) -> None:
     with suppress(OSError):
         folder.rmdir()
-
-
-def _owner(folder: Path) -> str:
-    try:
-        return str(read_json(folder / CONFIG)["by"])
-    except (OSError, InputError, KeyError, TypeError):
-        return "another process"
-
-
-def _entry(file: Any) -> str:
-    """The text that `Artifact.write` puts into the metadata of a file of tensors."""
-    return (file.metadata() or {}).get(_ENTRY, "")
 
 
 def _hash(values: Tensor) -> str:

@@ -5,12 +5,10 @@ Nothing in it is needed: an entry that is damaged or cannot be written is recomp
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,11 +18,10 @@ import platformdirs
 from matlens import parallel
 from matlens.errors import InputError
 from matlens.io.artifact import CONFIG, LAYOUT, Artifact
-from matlens.io.bounds import Bound
-from matlens.io.files import LOCK, print_to_stderr
+from matlens.io.files import LOCK, content_hash, print_to_stderr
 
 VARIABLE = "MATLENS_CACHE"
-LIMIT = Bound("MATLENS_CACHE_GIB", 20, "GiB of the cache", 2**30)
+LIMIT_VARIABLE = "MATLENS_CACHE_GIB"
 _OFF = ("0", "off", "no", "none", "false")
 _FILES, _ABOUT = "files", "about"
 _ENTRY = re.compile(r"([a-z]+)-[0-9a-f]{32}")
@@ -49,9 +46,9 @@ class Cache:
     def find(self, kind: str, key: Mapping[str, Any]) -> Entry | None:
         """The entry of a key, every byte of it verified, or ``None``; a damaged one is removed."""
         place = self._place(kind, key)
+        if not place.exists():
+            return None
         try:
-            if not os.path.lexists(place):
-                return None
             artifact = Artifact.open(place, kind)
             artifact.check()
             entry = _entry(artifact)
@@ -74,8 +71,8 @@ class Cache:
         """The entry of a key, filled if it does not exist; a second process waits for the first.
 
         ``key`` is everything that it depends on, and ``about`` describes it in ``matlens cache show``. An
-        entry that cannot be filled, such as on a full disk, or is larger than the cache is ``None``, with a
-        message.
+        entry that cannot be filled, such as on a full disk, or is larger than the cache is ``None``, with
+        a message.
         """
         from safetensors import SafetensorError
 
@@ -83,19 +80,17 @@ class Cache:
         try:
             with parallel.alone(), Artifact.writing(place, kind, {"key": key}) as artifact:
                 if not artifact.finished:
-                    files = place / _FILES
-                    shutil.rmtree(files, ignore_errors=True)  # of a killed process
-                    files.mkdir()
-                    try:
-                        fill(files)
-                        if _size(files) > self.limit:
-                            raise OSError(f"It must be at most {self.limit:,} bytes, got {_size(files):,}.")
-                    except Exception:
-                        shutil.rmtree(files)
-                        raise
+                    shutil.rmtree(place / _FILES, ignore_errors=True)  # of a killed process
+                    (place / _FILES).mkdir()
+                    fill(place / _FILES)
                     artifact.write_json(_ABOUT, about or {})
                     artifact.finish()
-        except (OSError, SafetensorError) as error:
+            if (n_bytes := _entry(artifact).n_bytes) > self.limit:
+                raise OSError(f"An entry must be at most {self.limit:,} bytes, got {n_bytes:,}.")
+        except Exception as error:
+            _remove(place)
+            if not isinstance(error, OSError | SafetensorError):
+                raise
             print_to_stderr(f"The cache {self.root} is not used. {type(error).__name__}: {error}")
             return None
         self._shrink(place)
@@ -105,41 +100,38 @@ class Cache:
         """All finished entries, the last used first."""
         found = []
         for place in self._places():
-            with suppress(OSError, InputError, AttributeError):
+            with suppress(OSError, InputError):  # unfinished or damaged
                 found.append(_entry(Artifact.open(place, place.name.partition("-")[0])))
         return sorted(found, key=lambda entry: -entry.used)
 
     def clear(self) -> int:
         """Remove everything that no process is writing; returns the number of bytes freed."""
-        freed = sum(map(_remove, self._places()))
-        with suppress(OSError):  # not empty, or missing
-            self.root.rmdir()
-        return freed
+        n_bytes = {entry.folder.parent: entry.n_bytes for entry in self.entries()}
+        return sum(n_bytes.get(place, 0) for place in self._places() if _remove(place))
 
     def _place(self, kind: str, key: Mapping[str, Any]) -> Path:
-        content = json.dumps([LAYOUT, kind, key], sort_keys=True)
-        return self.root / f"{kind}-{hashlib.sha256(content.encode()).hexdigest()[:32]}"
+        return self.root / f"{kind}-{content_hash({'layout': LAYOUT, 'kind': kind, 'key': key})[:32]}"
 
-    def _places(self) -> list[Path]:
-        return sorted(path for path in self.root.glob("*") if _ENTRY.fullmatch(path.name))
+    def _places(self) -> Iterator[Path]:
+        return (path for path in self.root.glob("*") if _ENTRY.fullmatch(path.name))
 
     def _shrink(self, latest: Path) -> None:
-        entries = self.entries()
-        total = sum(entry.n_bytes for entry in entries)
-        for entry in reversed(entries):
+        """Remove the entries used longest ago until all fit, but for the latest."""
+        total = 0
+        for entry in self.entries():
+            total += entry.n_bytes
             if total > self.limit and entry.folder.parent != latest:
-                total -= entry.n_bytes if _remove(entry.folder.parent) else 0
+                _remove(entry.folder.parent)
 
 
-def _remove(place: Path) -> int:
-    """Remove an entry under its lock; the number of bytes freed, 0 if another process holds the lock."""
+def _remove(place: Path) -> bool:
+    """Remove an entry; returns False if another process is writing it."""
     from filelock import FileLock
 
     with suppress(OSError), FileLock(place / LOCK, timeout=0):
-        freed = _size(place)
         shutil.rmtree(place)
-        return freed
-    return 0
+        return True
+    return False
 
 
 def _entry(artifact: Artifact) -> Entry:
@@ -150,24 +142,17 @@ def _entry(artifact: Artifact) -> Entry:
     )  # fmt: skip
 
 
-def _size(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-
-
 def file_states(paths: Iterable[Path]) -> dict[str, list[Any]]:
     """A key that changes with a file: path, size and both timestamps.
 
     The time of its last change of status cannot be set, so a file that was overwritten and given its old time
     is noticed too.
     """
-    states = {}
-    for path in paths:
-        status = path.stat()
-        states[path.name] = [
-            str(path.absolute()), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns,
-            status.st_ctime_ns,
-        ]  # fmt: skip
-    return states
+    states = ((path, path.stat()) for path in paths)
+    return {
+        path.name: [str(path.absolute()), of.st_ino, of.st_size, of.st_mtime_ns, of.st_ctime_ns]
+        for path, of in states
+    }
 
 
 def default_cache() -> Cache | None:
@@ -175,8 +160,10 @@ def default_cache() -> Cache | None:
 
     The environment variable ``MATLENS_CACHE`` is its folder, or ``off``; ``MATLENS_CACHE_GIB`` is its limit.
     """
-    named = os.environ.get(VARIABLE, "").strip()
+    named, limit = os.environ.get(VARIABLE, "").strip(), os.environ.get(LIMIT_VARIABLE, "").strip() or "20"
     if named.lower() in _OFF:
         return None
+    if not limit.isdecimal():
+        raise InputError(f"The environment variable {LIMIT_VARIABLE} must be an integer, got {limit}.")
     folder = Path(named).expanduser() if named else platformdirs.user_cache_path("matlens", appauthor=False)
-    return Cache(folder.absolute(), LIMIT.limit)
+    return Cache(folder.absolute(), int(limit) * 2**30)

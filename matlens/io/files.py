@@ -1,26 +1,22 @@
-"""Files written completely or not at all, files read within bounds, and the lock of a folder."""
+"""Files written completely or not at all, their checksums, and the lock of a folder."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import re
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from matlens.errors import InputError, plain_number, printable
-from matlens.io.bounds import JSON, Bound, parse_json
 
 CHECKSUM = "digest"
 """The key under which a record holds the hash of everything else in it."""
 LOCK = ".lock"
-# Of ours, and of safetensors, which renames a temporary file of its own.
-_PARTIAL = re.compile(r"\..+\.[0-9a-f]{16}\.partial|\.tmp\w{6}")
 
 Content = str | bytes | memoryview | Mapping[str, Any] | Callable[[Path], object]
 
@@ -29,55 +25,37 @@ Content = str | bytes | memoryview | Mapping[str, Any] | Callable[[Path], object
 
 
 def write_files(contents: Mapping[Path, Content]) -> None:
-    """Write text, bytes or JSON to several files, or by functions: all of them complete, or none.
+    """Write text, bytes or JSON to several files, or call functions that write them: all files, or none.
 
-    Folders are created, a link is replaced and not followed.
+    Each file is written under another name, synced and renamed. Folders are created.
     """
     partial: dict[Path, Path] = {}
     try:
         for path, content in contents.items():
-            _check_replaceable(path)  # else the files before it would be replaced, and it could not be
+            if path.exists() and not path.is_file():  # renaming would replace /dev/stdout
+                raise InputError(f"{path} must be a file, got a folder, a pipe or a device.")
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = _partial_path(path)
-            temporary.touch(exist_ok=False)  # not through a link that somebody has put there
-            partial[path] = temporary
+            partial[path] = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
             if isinstance(content, Mapping):
                 content = json.dumps(content, indent=1, default=plain_number) + "\n"
             if callable(content):
-                content(temporary)
+                content(partial[path])
             else:
-                temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-            with temporary.open("rb+") as file:
+                partial[path].write_bytes(content.encode() if isinstance(content, str) else content)
+            with partial[path].open("rb+") as file:
                 os.fsync(file.fileno())
-        # Of two processes that write the same files, all are from one.
-        with locked(next(iter(partial)).parent, clean=False) if len(partial) > 1 else nullcontext():
-            for path, temporary in partial.items():
-                temporary.replace(path)
+        for path, temporary in partial.items():
+            temporary.replace(path)
     finally:
         for temporary in partial.values():
             temporary.unlink(missing_ok=True)
 
 
-def _partial_path(path: Path) -> Path:
-    """Where a file is written before it is moved to its place."""
-    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
-
-
-def _check_replaceable(path: Path) -> None:
-    if os.path.lexists(path) and not path.is_symlink() and not path.is_file():
-        raise InputError(f"{path} must be a file, got a folder, a pipe or a device.")
-
-
-def check_writable(folder: Path, files: Iterable[str] = ()) -> None:
-    """Raise an error early if a folder cannot be created or files not be written."""
-    trial = _partial_path(nearest_existing(folder) / "trial")
-    try:
-        trial.touch(exist_ok=False)
-    except OSError as error:
-        raise InputError(f"{folder} must be writable, got: {error.strerror}.") from error
-    trial.unlink(missing_ok=True)  # another process that locks the folder removes such files too
-    for name in files:
-        _check_replaceable(folder / name)
+def check_writable(folder: Path) -> None:
+    """Raise InputError early if a folder cannot be created or written to."""
+    existing = nearest_existing(folder)
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
+        raise InputError(f"{folder} must be a folder that you may write to.")
 
 
 def nearest_existing(folder: Path) -> Path:
@@ -85,44 +63,30 @@ def nearest_existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
 
 
-# One job in a folder at a time
-
-
 @contextmanager
-def locked(
-    folder: Path, owner: Callable[[], str] = lambda: "another process", *, clean: bool = True
-) -> Iterator[None]:
-    """Hold the lock of a folder, which is created; waits, with a message, while another process holds it.
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, which is created; wait, with a message, while another process holds it.
 
-    A killed process holds no lock. The partial files that it left are removed, if the folder is cleaned.
+    A killed process holds no lock; its partial files are removed.
     """
     from filelock import FileLock, Timeout
 
-    lock = FileLock(folder / LOCK, is_singleton=True)  # reentrant in a thread
-    timeout = 0.0
-    while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire(timeout=timeout)
-            break
-        except Timeout:
-            print_to_stderr(f"{folder} is in use by {owner()}. Waiting until it ends.")
-            timeout = -1
-        except FileNotFoundError:  # the other job has failed and removed the folder
-            continue
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / LOCK)
     try:
-        if clean and lock.lock_counter == 1:
-            for path in folder.glob(".*"):
-                if _PARTIAL.fullmatch(path.name):
-                    path.unlink(missing_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout:
+        print_to_stderr(f"{folder} is in use by another process. Waiting until it ends.")
+        lock.acquire()
+    try:
+        for pattern in (".*.partial", ".tmp??????"):  # safetensors has partial files of its own
+            for path in folder.glob(pattern):
+                path.unlink()
         yield
     finally:
-        try:
-            if lock.lock_counter == 1:  # while it is held: those that wait see that it is gone, and try again
-                with suppress(OSError):  # Windows cannot remove an open file
-                    (folder / LOCK).unlink()
-        finally:
-            lock.release()
+        with suppress(OSError):  # Windows cannot remove an open file
+            (folder / LOCK).unlink()
+        lock.release()
 
 
 def print_to_stderr(message: str) -> None:
@@ -130,25 +94,20 @@ def print_to_stderr(message: str) -> None:
     print(printable(message, limit=500), file=sys.stderr, flush=True)
 
 
-def is_transient(name: str) -> bool:
-    """Whether a file is a lock, or a partial file that a killed process has left."""
-    return name == LOCK or bool(_PARTIAL.fullmatch(name))
-
-
 # Reading
 
 
-def read_bounded(path: str | Path, bound: Bound) -> bytes:
-    """Read a file up to a size limit."""
-    with open(path, "rb") as file:
-        content = file.read(bound.limit + 1)
-    bound.check(len(content), str(path))
-    return content
+def parse_json(text: str | bytes, where: str) -> Any:
+    """Parse JSON; ``where`` names its source in errors, such as ``"line 3 of 'a.jsonl'"``."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # of nesting, or of a number of thousands of digits
+        raise InputError(f"{where} must be JSON ({str(error)[:200]}).") from error
 
 
 def read_json(path: str | Path) -> Any:
-    """Read a JSON file; raises InputError if it is invalid or too large."""
-    return parse_json(read_bounded(path, JSON), str(path))
+    """Read a JSON file."""
+    return parse_json(Path(path).read_bytes(), str(path))
 
 
 # Checksums
@@ -215,10 +174,10 @@ def describe_file(path: Path) -> dict[str, Any]:
 
 def check_size(path: Path, record: Mapping[str, Any]) -> None:
     """Raise InputError if a file is missing or has another size than was written."""
-    size = path.stat().st_size if path.is_file() else None
-    if size != record["bytes"]:
-        found = "is missing" if size is None else f"has {size:,} bytes instead of {record['bytes']:,}"
-        raise damaged(path, found)
+    if not path.is_file():
+        raise damaged(path, "is missing")
+    if path.stat().st_size != record["bytes"]:
+        raise damaged(path, f"must have {record['bytes']:,} bytes")
 
 
 def check_file(path: Path, record: Mapping[str, Any]) -> None:

@@ -1,11 +1,7 @@
-"""A repository of the Hugging Face hub, asked with a timeout.
-
-The hub's client waits for ever for a server that sends nothing; here no answer takes longer than `PATIENCE`.
-"""
+"""A repository of the Hugging Face hub."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +9,7 @@ from typing import Any
 
 from matlens.errors import InputError, short
 
-PATIENCE = 20.0  # seconds
+PATIENCE = 20.0  # seconds for the hub to answer a read
 
 
 @dataclass(frozen=True)
@@ -26,20 +22,14 @@ class HubRepository:
 
     @contextmanager
     def client(self, purpose: str) -> Iterator[Any]:
-        """The hub's client with a timeout; any failure is an InputError. ``purpose`` is such as "read"."""
-        from huggingface_hub import HfApi, get_session
+        """The hub's client; any failure is an InputError. ``purpose`` is such as "read"."""
+        from huggingface_hub import HfApi
 
-        session = get_session()
-        before, session.timeout = session.timeout, PATIENCE
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # of the client's own calls
-                yield HfApi(endpoint=self.endpoint, token=self.token)
+            yield HfApi(endpoint=self.endpoint, token=self.token)
         except Exception as error:  # of the hub's client or of the HTTP library that it uses
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             raise InputError(
                 f"The repository {short(self.name)} cannot be {purpose}: {reason} Check its name and "
                 "revision, your token ('hf auth login' or HF_TOKEN) and the network, or use a folder on disk."
             ) from error
-        finally:
-            session.timeout = before

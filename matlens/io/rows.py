@@ -7,20 +7,17 @@ does not depend on the number of processes: of W, process r writes the shards r,
 from __future__ import annotations
 
 import itertools
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from matlens import parallel
-from matlens.errors import InputError
 from matlens.io.artifact import CONFIG, Artifact, make_config
 from matlens.io.files import damaged
 from matlens.numerics import return_freed_memory
@@ -55,18 +52,13 @@ class StoredRows(Mapping[str, Tensor]):
         self.columns = {name: Column(*column) for name, column in artifact.request["columns"].items()}
         self.n_rows = int(artifact.request["n_rows"])
         self._shards = [name.removesuffix(".safetensors") for name in artifact.files if name[:1].isdigit()]
-        self._whole: WeakValueDictionary[str, Tensor] = WeakValueDictionary()
-        self._versions: dict[str, int] = {}
 
-    @torch.inference_mode(False)  # tensors of inference mode have no version
     def __getitem__(self, name: str) -> Tensor:
-        column, whole = self.columns[name], self._whole.get(name)
-        if whole is None or whole._version != self._versions[name]:  # or edited in place by who has it
-            whole = torch.empty(self.n_rows, column.width, dtype=column.in_memory)
-            for index, part in self.shards([name]):
-                whole[torch.from_numpy(index)] = part[name]
-            self._whole[name], self._versions[name] = whole, whole._version
-        return whole
+        column = self.columns[name]
+        values = torch.empty(self.n_rows, column.width, dtype=column.in_memory)
+        for index, part in self.shards([name]):
+            values[torch.from_numpy(index)] = part[name]
+        return values
 
     def shards(self, names: Sequence[str]) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
         """The rows of some columns shard by shard: indices and values."""
@@ -123,8 +115,6 @@ def writing_rows(
         return
     with Artifact.writing(folder, holds, request) as artifact:
         existing = {*shards} if artifact.finished else artifact.written(shards)
-        if not artifact.finished and parallel.is_main():
-            _check_disk(artifact, n_rows * _row_bytes(columns))
         missing = {name: batches for name, batches in shards.items() if name not in existing}
         writer = RowWriter(columns, 0, missing, counts, artifact)
         yield writer
@@ -196,17 +186,6 @@ def _empty(columns: Columns, n_rows: int) -> dict[str, Tensor]:
 
 def _row_bytes(columns: Columns) -> int:
     return _INDEX_BYTES + sum(of.width * of.in_memory.itemsize for of in columns.values())
-
-
-def _check_disk(artifact: Artifact, n_bytes: int) -> None:
-    """Raise InputError if the disk is too small, now and not after hours."""
-    free = shutil.disk_usage(artifact.folder).free
-    needed = n_bytes - sum(path.stat().st_size for path in artifact.folder.glob("*.safetensors"))
-    if needed > free:
-        raise InputError(
-            f"{artifact.folder} needs {needed / 1e9:.1f} GB, and its disk has {free / 1e9:.1f} GB free. "
-            "Free some space, or choose another folder."
-        )
 
 
 def read_rows(folder: str | Path, expected: str) -> tuple[dict[str, Any], dict[str, np.ndarray], StoredRows]:

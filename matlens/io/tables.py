@@ -11,7 +11,6 @@ keep_default_na=False)`` read them back. A plain ``pd.read_csv(path)`` reads the
 from __future__ import annotations
 
 import hashlib
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,8 @@ from typing import Any
 import pandas as pd
 
 from matlens.errors import InputError, check, checked, short
-from matlens.io import bounds
 from matlens.io.artifact import command_line, software_versions
-from matlens.io.files import CHECKSUM, checksummed, read_bounded, read_json, verified, write_files
+from matlens.io.files import CHECKSUM, checksummed, describe_file, read_json, verified, write_files
 from matlens.metrics import Estimate
 
 COLUMNS = (
@@ -71,12 +69,11 @@ def read_table(
     """
     types = dict(columns) if isinstance(columns, Mapping) else dict.fromkeys(columns, "str")
     try:
-        content = read_bounded(path, bounds.TABLE)
-        check_described(Path(path), content)
-        table = pd.read_csv(io.BytesIO(content), dtype=types, **{"keep_default_na": False, **options})
+        check_described(Path(path))
+        table = pd.read_csv(Path(path), dtype=types, **{"keep_default_na": False, **options})
     except InputError:
         raise
-    except (OSError, ValueError, OverflowError, MemoryError) as error:
+    except (OSError, ValueError, OverflowError) as error:
         raise InputError(f"{path} cannot be read as {what}: {error}. {made_by}") from error
     missing = [column for column in types if column not in table]
     if missing:
@@ -129,16 +126,17 @@ def write_results(folder: str | Path, name: str, table: pd.DataFrame, origin: Ma
     """
     content = csv_text(table).encode()
     software = {"software": software_versions(), "command": command_line()}
-    described = software | dict(origin) | {TABLE: _describe(f"{name}.csv", content)}
-    csv, record = Path(folder) / f"{name}.csv", Path(folder) / f"{name}.json"
-    write_files({csv: content, record: checksummed(described)})
+    table_record = {
+        "file": f"{name}.csv",
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "bytes": len(content),
+    }
+    record = checksummed(software | dict(origin) | {TABLE: table_record})
+    write_files({Path(folder) / f"{name}.csv": content, Path(folder) / f"{name}.json": record})
 
 
-def check_described(path: Path, content: bytes | None = None) -> bool:
-    """Whether a JSON next to a table describes it; raises InputError if it describes another.
-
-    ``content`` is the bytes of the table, if they have been read already.
-    """
+def check_described(path: Path) -> bool:
+    """True if a JSON next to a table describes it; raises InputError if it describes another."""
     record = path.with_suffix(".json")
     if path.suffix != ".csv" or not record.is_file():
         return False
@@ -146,15 +144,9 @@ def check_described(path: Path, content: bytes | None = None) -> bool:
     if not isinstance(described, dict) or not (TABLE in described or CHECKSUM in described):
         return False  # somebody else's
     verified(described, record)
-    if content is None:
-        content = read_bounded(path, bounds.TABLE)
-    if described.get(TABLE) != _describe(path.name, content):
+    if described.get(TABLE) != {"file": path.name, **describe_file(path)}:
         raise InputError(
             f"{path} is not the table that {record.name} describes: one of them was changed, or writing them "
             "was interrupted. Recompute both."
         )
     return True
-
-
-def _describe(name: str, content: bytes) -> dict[str, Any]:
-    return {"file": name, "sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}

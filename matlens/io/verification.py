@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +15,6 @@ from matlens.io.tables import TABLE, check_described
 
 RUN_RECORD = "run.json"
 """The record of the table of results and the figures of a run, and of its folders."""
-_SHARD = re.compile(r"(\d{5}|h\.\d+)\.safetensors")  # of rows, or of maps from a layer
 
 
 class Verdict(NamedTuple):
@@ -37,29 +34,16 @@ def verify(folder: str | Path) -> Iterator[Verdict]:
     folder = Path(folder)
     if not folder.is_dir():
         raise InputError(f"folder must be an existing folder, got {folder}.")
-    seen: set[str] = set()
-    for place, inner, names in os.walk(folder, followlinks=True):
-        if (real := os.path.realpath(place)) in seen:  # links may lead in a circle
-            inner.clear()
-            continue
-        seen.add(real)
-        inner.sort()
-        if CONFIG not in names and any(map(_SHARD.fullmatch, names)):
-            yield Verdict(Path(place), "vectors or maps", f"{Path(place, CONFIG)} is missing.")
-        for path in (Path(place, name) for name in sorted(names) if name.endswith(".json")):
-            is_table = path.name not in (CONFIG, MODEL_RECORD, RUN_RECORD)
-            subject = path.with_suffix(".csv") if is_table else path
-            if path.name in (CONFIG, MODEL_RECORD):
-                subject = path.parent
-            try:
-                what = _verify_table(path) if is_table else _verify_artifact(path)
-            except (InputError, OSError) as error:
-                yield Verdict(subject, path.name, str(error))
-            except (KeyError, TypeError, AttributeError):  # its checksum is right, but it is another record
-                yield Verdict(subject, path.name, str(damaged(path, "is incomplete")))
-            else:
-                if what:
-                    yield Verdict(subject, what, None)
+    for path in sorted(folder.rglob("*.json")):
+        is_table = path.name not in (CONFIG, MODEL_RECORD, RUN_RECORD)
+        subject = path.with_suffix(".csv") if is_table else path if path.name == RUN_RECORD else path.parent
+        try:
+            what = _verify_table(path) if is_table else _verify_artifact(path)
+        except (InputError, OSError) as error:
+            yield Verdict(subject, path.name, str(error))
+        else:
+            if what:
+                yield Verdict(subject, what, None)
 
 
 def _verify_artifact(path: Path) -> str | None:
@@ -82,7 +66,7 @@ def _verify_table(path: Path) -> str | None:
         return "table of results" if check_described(table) else None
     try:
         record = read_json(path)
-    except InputError:
+    except (InputError, OSError):
         return None
     if isinstance(record, dict) and {CHECKSUM, TABLE} <= record.keys():
         raise damaged(table, "is missing")
@@ -90,11 +74,11 @@ def _verify_table(path: Path) -> str | None:
 
 
 def check_unchanged(folder: Path) -> None:
-    """Raise InputError if a file listed in ``matlens.json`` has changed."""
+    """Raise InputError if a file of a pruned model, but its card, is not what was written."""
     _check_model(folder, str(file_states(sorted(folder.iterdir()))))
 
 
-@lru_cache(maxsize=16)
+@lru_cache
 def _check_model(folder: Path, state: str) -> None:
     """Hash the files that a model is loaded from, once per state of them."""
     for name, record in read_record(folder / MODEL_RECORD)["files"].items():

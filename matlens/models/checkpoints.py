@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from matlens.errors import InputError
-from matlens.io.bounds import LAYERS
 from matlens.models.registry import families
 
 # Texts at which pre-tokenizers and normalizers differ.
@@ -73,9 +72,6 @@ def check_supported(name: str, config: Any, stack: str | None = None) -> None:
             f"The model {name!r} cannot be used: TransformerLens has no adapter for it (model type "
             f"{config.model_type!r}, {classes!r}). Expected a model that TransformerLens 4 supports."
         ) from None
-    layers = getattr(formats.get_effective_text_config(config), "num_hidden_layers", None)
-    if isinstance(layers, int):
-        LAYERS.check(layers, f"The model {name!r}")
 
 
 def read_tokenizer(folder: str, **options: Any) -> Any:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import shutil
-from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from matlens.errors import InputError, checked
 from matlens.io.artifact import MODEL_RECORD, make_config
 from matlens.io.cards import render_card
-from matlens.io.files import check_writable, checksummed, describe_file, locked, write_files
+from matlens.io.files import check_writable, checksummed, describe_file, write_files
 from matlens.io.tables import check_columns
 from matlens.models.tokens import visible
 
@@ -41,11 +40,9 @@ def save_pruned(pruned: Pruned, folder: str | Path, table: pd.DataFrame | None =
             raise InputError(f"The table must be of {name}, which was pruned, got one of another model.")
     folder = Path(os.path.realpath(folder))  # of a link its target is replaced
     check_new(folder)
-    place = folder.with_name(f".{folder.name}.partial")  # that of a killed call is used again
-    with locked(place), ExitStack() as stack:
-        stack.callback(shutil.rmtree, place, ignore_errors=True)
-        work = place / "model"
-        shutil.rmtree(work, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as place:
+        work = Path(place, "model")
         work.mkdir()
         pruned.model.save_pretrained(work)
         pruned.tokenizer.save_pretrained(work)
@@ -59,10 +56,9 @@ def save_pruned(pruned: Pruned, folder: str | Path, table: pd.DataFrame | None =
         files = {path.name: describe_file(path) for path in sorted(work.iterdir()) if path.is_file()}
         record = checksummed({**make_config("pruned model", request), "finished": True, "files": files})
         write_files({work / MODEL_RECORD: record})
-        check_new(folder)  # another process may have written it
         if folder.is_dir():
             folder.rmdir()
-        work.replace(folder)
+        work.rename(folder)
     return folder
 
 

@@ -32,7 +32,6 @@ from matlens.ffn.clusters import Clusters
 from matlens.ffn.values import ValueVectors
 from matlens.io.artifact import Artifact, is_finished
 from matlens.io.files import check_writable
-from matlens.io.verification import RUN_RECORD
 from matlens.linear.least_squares import are_few
 from matlens.linear.mapsets import MapSet
 from matlens.linear.pairs import Pairs, resolve_pairs
@@ -46,10 +45,8 @@ from matlens.study.plan import (
     collected_bytes,
 )
 from matlens.study.steps import (
-    FIGURES,
     HOLDS,
     MAPS,
-    RESULTS,
     STATISTICS,
     TRAIN,
     VALIDATION,
@@ -121,7 +118,7 @@ class Study:
 
     def check_job(self) -> None:
         """Refuse a folder with vectors of another job, as far as that is known without the model."""
-        check_writable(self.folder, (f"{RESULTS}.csv", f"{RESULTS}.json", RUN_RECORD, *FIGURES))
+        check_writable(self.folder)
         train, validation = self.parts
         for name, holds in HOLDS.items():
             known: dict[str, Any] = {}

@@ -313,18 +313,14 @@ def test_a_line_that_is_no_text_is_named(content, line, tmp_path):
         load_corpus(write(tmp_path / "a.txt", content))
 
 
-def test_a_bomb_takes_no_memory(tmp_path, monkeypatch):
+def test_a_bomb_takes_no_memory(tmp_path):
     line = write(tmp_path / "a.txt.gz", gzip.compress(b"a" * 2**26))
-    lines = write(tmp_path / "b.txt.gz", gzip.compress(f"{FIRST * 30}\n".encode() * 2**12))
     headers = write(tmp_path / "pax.tgz", tarred([SENTENCES], comment="x" * 2**25))
     tracemalloc.start()
     try:
-        with pytest.raises(InputError, match="MATLENS_MAX_LINE_MIB"):
+        with pytest.raises(InputError, match=r"Line 1 of '.*a\.txt\.gz'"):
             load_corpus(line)
         assert load_corpus(headers).sentences == (FIRST, SECOND)
-        monkeypatch.setenv("MATLENS_MAX_UNPACKED_MIB", "2")
-        with pytest.raises(InputError, match="MATLENS_MAX_UNPACKED_MIB"):
-            load_corpus(lines)
         assert tracemalloc.get_traced_memory()[1] < 40 * 2**20
     finally:
         tracemalloc.stop()

@@ -118,3 +118,22 @@ def test_the_state_of_a_file_changes_with_it(tmp_path):
     path.write_bytes(b"other")
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert file_states([path]) != state
+
+
+def test_an_entry_that_another_process_fills_is_left_alone(tmp_path):
+    context = multiprocessing.get_context("fork")
+    began, ends = context.Event(), context.Event()
+
+    def fill(folder: Path) -> None:
+        began.set()
+        ends.wait(60)
+        (folder / "numbers.bin").write_bytes(b"12345")
+
+    process = context.Process(target=lambda: Cache(tmp_path).store("thing", KEY, fill))
+    process.start()
+    assert began.wait(60)
+    assert Cache(tmp_path).find("thing", KEY) is None
+    Cache(tmp_path).clear()
+    ends.set()
+    process.join()
+    assert Cache(tmp_path).find("thing", KEY) is not None

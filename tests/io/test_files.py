@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
-import secrets
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +73,7 @@ def test_several_files_are_all_written_or_none(tmp_path, monkeypatch):
     assert (tmp_path / "csv").read_bytes() == b"new"
 
 
-def test_links_are_replaced_and_not_followed(tmp_path, monkeypatch):
+def test_links_are_replaced_and_not_followed(tmp_path):
     (tmp_path / "victim").write_text("years of work")
     for name, target in (("link", "victim"), ("dangling", "absent")):
         (tmp_path / name).symlink_to(tmp_path / target)
@@ -84,21 +82,14 @@ def test_links_are_replaced_and_not_followed(tmp_path, monkeypatch):
     (tmp_path / "hard").hardlink_to(tmp_path / "victim")
     write_files({tmp_path / "hard": "ours"})
     assert tree(tmp_path)["victim"] == b"years of work"
-    monkeypatch.setattr(secrets, "token_hex", lambda n: "ab" * n)
-    (tmp_path / f".file.{'ab' * 8}.partial").symlink_to(tmp_path / "absent")
-    with pytest.raises(FileExistsError):
-        write_files({tmp_path / "file": "ours"})
-    assert not (tmp_path / "absent").exists()
 
 
-def test_a_file_larger_than_its_bound_is_refused(tmp_path, monkeypatch):
-    path = tmp_path / "large.json"
-    path.write_bytes(b"[" + b"0," * 2**19 + b"0]")
-    assert len(read_json(path)) == 2**19 + 1
-    monkeypatch.setenv("MATLENS_MAX_JSON_MIB", "1")
-    for large in (path, Path("/dev/zero")):
-        with pytest.raises(InputError, match=r"more than 1 MiB of JSON.* MATLENS_MAX_JSON_MIB"):
-            read_json(large)
+@pytest.mark.parametrize("text", ["{", "", "1" * 5000, "[" * 100_000, "nul"])
+def test_a_file_that_is_not_json_is_refused(text, tmp_path):
+    write_files({tmp_path / "a.json": text})
+    with pytest.raises(InputError) as raised:
+        read_json(tmp_path / "a.json")
+    assert len(str(raised.value)) < 400
 
 
 def test_a_changed_record_or_file_is_refused(tmp_path):
@@ -134,19 +125,3 @@ def test_the_lock_of_a_killed_process_is_free_and_its_partial_files_are_removed(
     with locked(tmp_path / "a"):
         assert [path.name for path in (tmp_path / "a").iterdir()] == [".lock"]
     assert not list((tmp_path / "a").iterdir())
-
-
-def test_files_of_two_writers_are_not_mixed(tmp_path, monkeypatch):
-    paths, replace = (tmp_path / "csv", tmp_path / "json"), Path.replace
-    second = threading.Thread(target=write_files, args=(dict.fromkeys(paths, "second"),))
-
-    def replace_slowly(self: Path, target: Path) -> None:
-        replace(self, target)
-        if second.ident is None:
-            second.start()
-            second.join(0.2)
-
-    monkeypatch.setattr(Path, "replace", replace_slowly)
-    write_files(dict.fromkeys(paths, "first"))
-    second.join()
-    assert tree(tmp_path) == {"csv": b"second", "json": b"second"}

@@ -55,11 +55,3 @@ def test_rows_that_are_not_each_there_once_are_damage(index, tmp_path):
     for read in (lambda: writer.rows["h.0"], lambda: list(writer.rows.shards(["h.0"]))):
         with pytest.raises(InputError, match="each of them once"):
             read()
-
-
-def test_a_disk_without_room_is_said_before_the_work(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 100})())
-    place = writing_rows("rows", {}, {"h.0": Column(3)}, [50], folder=tmp_path / "r")
-    with pytest.raises(InputError), place:
-        raise AssertionError("the work has begun")
-    assert not list(tmp_path.iterdir())

@@ -136,7 +136,6 @@ CAUSES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated": (_truncate, "could not be loaded"),
     "incomplete": (_drop_a_tensor, r"lack 1 tensors, including model\.layers\.1\.mlp\.down_proj"),
     "NaN": (_with_weight(float("nan")), r"not finite, including model\.layers\.1\.mlp\.down_proj"),
-    "a million layers": (_with_config(num_hidden_layers=10**6), "more than 1,000 layers.*MATLENS_MAX_LAYERS"),
     "fewer layers": (_with_config(num_hidden_layers=2), r"hold 9 tensors of blocks that its configuration"),
     "more layers": (_with_config(num_hidden_layers=4), r"lack 9 tensors, including model\.layers\.3\."),
 }  # fmt: skip

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from matlens.errors import InputError, PositiveInt, checked
-from matlens.io.bounds import TABLE
-from matlens.io.files import read_bounded
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -43,7 +41,7 @@ class WordDictionary:
         """Read a ``dict.txt``: a word and its count on each line."""
         words, counts = list(SPECIAL), [0] * len(SPECIAL)
         ids = {word: number for number, word in enumerate(words)}
-        text = read_bounded(path, TABLE).decode().rstrip()
+        text = path.read_bytes().decode().rstrip()
         for row, line in enumerate(io.StringIO(text), start=1):  # not splitlines: words hold U+2028
             parts = _LINE.fullmatch(line)
             if parts is None or (parts[1] in ids and not parts[3]):
