@@ -152,6 +152,7 @@ def log_softmax(logits: Float[Tensor, "*n d_vocab"]) -> Float[Tensor, "*n d_voca
     its values are too large by about 3e-5, always in the same direction. `torch.logsumexp` is exact to 1e-6.
     """
     logits = _at_least_float32(logits)
+    logits = logits - logits.amax(-1, keepdim=True).detach()  # else large logits are rounded off
     return logits - logits.logsumexp(-1, keepdim=True)
 
 

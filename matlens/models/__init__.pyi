@@ -1,4 +1,5 @@
 from .hooks import active_hooks as active_hooks
+from .hooks import changes_of as changes_of
 from .identity import ModelIdentity as ModelIdentity
 from .identity import Provenance as Provenance
 from .identity import check_raw as check_raw

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
+from typing_extensions import deprecated
 
 from matlens.errors import checked
 from matlens.models.randomness import is_random
@@ -76,6 +77,12 @@ def active_hooks(model: TransformerBridge) -> tuple[str, ...]:
     """
     own = sorted(text for texts, _ in _ACTIVE.get(model.original_model, ()) for text in texts)
     return (*own, *(f"{function_name(function)} at {point}" for point, function in _user_hooks(model)))
+
+
+@deprecated("Use active_hooks instead.")
+def changes_of(model: TransformerBridge) -> tuple[str, ...]:
+    """The former name of `active_hooks`."""
+    return active_hooks(model)
 
 
 def describe_hooks(hooks: Sequence[str]) -> str:
