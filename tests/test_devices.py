@@ -17,6 +17,7 @@ from conftest import WORDS, make_sentences
 from control.baselines import SelfDebiasing, debiased_losses
 from control.generation import continue_prompts
 from identities import make_activations
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformer_lens.model_bridge import TransformerBridge
 
 import matlens
@@ -244,6 +245,37 @@ def test_a_model_on_two_devices_is_the_same_and_is_not_pruned(spread, small_mode
     assert (identity.fingerprint, active_hooks(model)) == (whole.fingerprint, ())
     with pytest.raises(InputError, match="must be on one device, got lazy:0, lazy:1"):
         pruned(model)
+
+
+@pytest.mark.usefixtures("two_devices")
+def test_maps_of_a_model_are_on_its_device(spread, small_model, tmp_path):
+    model, data = spread("gpt2"), make_sentences()
+    config = lens.LensConfig(shared_map=True)
+    fitted = matlens.Lens.fit(small_model("gpt2"), data, method=["mat", config], progress=False)
+    for own in fitted.values():
+        on_model = own.on(model)
+        assert on_model.n_parameters == own.n_parameters
+        assert on_model.digest == own.digest
+        assert {linear.weight.device for linear in on_model.maps.values()} == {pretend.FIRST}
+        on_model.save(tmp_path / own.method)
+    in_memory = MapSet(fitted["mat"].maps.values())
+    in_memory.save(tmp_path / "maps")
+    for maps in (in_memory, MapSet.load(tmp_path / "maps")):
+        assert {linear.weight.device for linear in maps.on(model).values()} == {pretend.FIRST}
+    moved = list[torch.Size]()
+
+    class Moves(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._to_copy.default:
+                moved.append(args[0].shape)
+            return func(*args, **kwargs or {})
+
+    square, on_model = torch.Size((32, 32)), fitted["mat"].on(model)
+    jump = matlens.LinearMap(torch.eye(32), None, "h.1", "h.2")
+    with matlens.patched(model, [jump]), Moves():
+        model("w1 w2 w3", prepend_bos=False)
+        on_model.logits(torch.zeros(2, 32), 1)
+    assert square not in moved
 
 
 @pytest.mark.usefixtures("two_devices")

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from matlens.cli.options import CorpusOptions, Layers, ModelOptions, as_prompt, command
+from matlens.cli.options import CorpusOptions, Layers, LensOptions, ModelOptions, as_prompt, command
 from matlens.cli.printing import print_figures, print_frame, print_line, print_members, print_table
 from matlens.cli.starting import on_main
 from matlens.errors import Between, PositiveInt, Seed
 from matlens.lens.config import LensConfig, parse_methods
-
-if TYPE_CHECKING:
-    from matlens.lens.lens import Lens
 
 app = typer.Typer(help="What every layer of a model predicts, read through a lens.", no_args_is_help=True)
 Val = Annotated[int, Between(2)]
@@ -154,7 +151,7 @@ def show(
     prompt: str,
     /,
     model: ModelOptions,
-    lens: str = "id",
+    lens: LensOptions,
     last: PositiveInt | None = None,
     chat: bool = False,
 ) -> None:
@@ -167,7 +164,7 @@ def show(
     """
     from matlens.models.tokens import visible
 
-    trajectory = _lens(model, lens).trajectory(as_prompt(prompt, chat=chat), k=1)
+    trajectory = lens.load(model).trajectory(as_prompt(prompt, chat=chat), k=1)
     best = trajectory.top_tokens()
     first = 0 if last is None else max(0, len(trajectory.tokens) - last)
     rows = [
@@ -182,7 +179,7 @@ def trajectory(
     prompt: str,
     /,
     model: ModelOptions,
-    lens: str = "id",
+    lens: LensOptions,
     token: list[str] | None = None,
     plot: Path | None = None,
     csv: Path | None = None,
@@ -204,7 +201,7 @@ def trajectory(
     """
     from matlens.models.tokens import visible
 
-    read = _lens(model, lens).trajectory(as_prompt(prompt, chat=chat))
+    read = lens.load(model).trajectory(as_prompt(prompt, chat=chat))
     words = list(token or ())
     place = read.place
     last = read.to_dataframe().query("position == @place").drop(columns=["position", "token", "predicted_id"])
@@ -227,7 +224,7 @@ def trajectory(
 
 
 @command(app)
-def convert(source: Path, target: Path, /, model: ModelOptions) -> None:
+def convert(source: Path, target: Path, /, model: ModelOptions, strict: bool = True) -> None:
     """Convert lenses between folders of matlens and files of TransformerLens or tuned-lens.
 
     Parameters
@@ -236,16 +233,18 @@ def convert(source: Path, target: Path, /, model: ModelOptions) -> None:
         A folder of 'matlens lens fit', a file of TransformerLens' JacobianLens, or a folder of tuned-lens.
     target
         A .pt file for JacobianLens, or a folder of matlens.
+    strict
+        Require the model of the lens; else another of its shape is accepted.
     """
     bridge = model.load()
     from matlens.lens.lens import Lens
 
     if source.is_file():
-        lens = Lens.from_jacobian_lens(source, bridge)
+        lens = Lens.from_jacobian_lens(source, bridge, strict=strict)
     elif (source / "params.pt").exists():
         lens = Lens.from_tuned_lens(source, bridge)
     else:
-        lens = Lens.load(source, bridge)
+        lens = Lens.load(source, bridge, strict=strict)
     if target.suffix == ".pt":
         lens.to_jacobian_lens(target)
     else:
@@ -306,11 +305,3 @@ def pull(repository: str, name: str | None = None, /, *, out: Path, revision: st
     lens.save(out)
     of_hub = lens.provenance.details["hub"]
     print_line(f"{of_hub['name']} of {repository} at {of_hub['commit']}: {lens.method}, in {out}")
-
-
-def _lens(model: ModelOptions, folder: str) -> Lens:
-    """Load the lens and its model."""
-    bridge = model.load()
-    from matlens.lens.lens import Lens
-
-    return Lens.identity(bridge) if folder == "id" else Lens.load(folder, bridge)

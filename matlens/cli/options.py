@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from matlens.data.corpus import Corpus
     from matlens.ffn.catalogue import Catalogue
+    from matlens.lens.lens import Lens
     from matlens.study.study import Study
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -108,7 +109,8 @@ def _info(parameter: Parameter, kind: Any, notes: list[Any]) -> Any:
     if info is None and parameter.kind is Parameter.POSITIONAL_ONLY:
         info = typer.Argument(show_default=False)
     elif info is None:
-        info = typer.Option(f"--{parameter.name.replace('_', '-')}")
+        name = parameter.name.replace("_", "-")
+        info = typer.Option(f"--{name}/--no-{name}" if parameter.default is True else f"--{name}")
     for bounds in (note for note in notes if isinstance(note, Between)):
         info.min = None if bounds.min == -math.inf else bounds.min
         info.max = None if bounds.max == math.inf else bounds.max
@@ -242,6 +244,56 @@ class ModelOptions:
             from matlens.models.loading import load
 
             return load(**self._loading())
+
+
+@dataclass(frozen=True)
+class LensOptions:
+    """A lens for the model.
+
+    Attributes
+    ----------
+    lens
+        A folder of 'matlens lens fit', or id for the logit lens.
+    strict
+        Require the model that the lens was fitted on; else another of its shape is accepted.
+    """
+
+    lens: str = "id"
+    strict: bool = True
+
+    def load(self, model: ModelOptions) -> Lens:
+        """Load the model, and the lens on it."""
+        bridge = model.load()
+        from matlens.lens.lens import Lens
+
+        if self.lens == "id":
+            return Lens.identity(bridge)
+        return Lens.load(self.lens, bridge, strict=self.strict)
+
+
+@dataclass(frozen=True)
+class LensesOptions:
+    """Lenses for a page of the model.
+
+    Attributes
+    ----------
+    lens
+        A lens, or maps that 'matlens fit' has written; repeat it for several. The page opens on the first; id
+        is always in it.
+    strict
+        Require the model that lenses and maps were fitted on; else another of its shape is accepted.
+    """
+
+    lens: list[Path] | None = None
+    strict: bool = True
+
+    def load(self, model: ModelOptions) -> tuple[TransformerBridge, list[Lens]]:
+        """Load the model, and the lenses on it."""
+        from matlens.explorer.exploration import load_lens
+
+        lenses = [load_lens(folder) for folder in self.lens or []]
+        bridge = model.load()
+        return bridge, [lens.on(bridge, strict=self.strict) for lens in lenses]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from matlens.cli import ffn
-from matlens.cli.options import ModelOptions, as_prompt, command
+from matlens.cli.options import LensesOptions, ModelOptions, as_prompt, command
 from matlens.cli.printing import print_line
 from matlens.errors import Between, NonNegativeInt, PositiveInt
 
@@ -23,7 +23,7 @@ def explore(
     /,
     model: ModelOptions,
     out: Path,
-    lens: list[Path] | None = None,
+    lens: LensesOptions,
     pin: list[str] | None = None,
     dominant: PositiveInt = 10,
     read: Literal["plain", "head"] = "plain",
@@ -37,20 +37,16 @@ def explore(
     ----------
     out
         The page, a .html or .htm file.
-    lens
-        A lens, or maps that 'matlens fit' has written; repeat it for several. The page opens on the first; id
-        is always in it.
     pin
         Plot the rank of this one-token word over layers (repeatable).
     read
         Projection of value vectors: E v, or through the linear parts of the head.
     """
     from matlens.explorer.exploration import explore as explore_prompt
-    from matlens.explorer.exploration import load_lens
 
-    lenses = [load_lens(folder) for folder in lens or []]
     given = as_prompt(prompt, chat=chat)
-    page = explore_prompt(model.load(), given, lenses, pins=pin or [], dominant=dominant, read=read)
+    bridge, lenses = lens.load(model)
+    page = explore_prompt(bridge, given, lenses, pins=pin or [], dominant=dominant, read=read)
     path = page.save(out)
     print_line(f"{path}: {len(page.tokens)} tokens, {len(page.layers)} layers, {path.stat().st_size:,} bytes")
 
@@ -94,7 +90,7 @@ def explore_values(
 @command(app)
 def serve(
     model: ModelOptions,
-    lens: list[Path] | None = None,
+    lens: LensesOptions,
     maps: list[Path] | None = None,
     port: Annotated[int, Between(1024, 65_535)] = 8765,
 ) -> None:
@@ -104,20 +100,16 @@ def serve(
 
     Parameters
     ----------
-    lens
-        A lens, or maps that 'matlens fit' has written; repeat it for several. The page opens on the first; id
-        is always in it.
     maps
         Fitted maps to offer as replacements of blocks and sub-modules (repeatable).
     port
         Port of the server.
     """
-    from matlens.explorer.exploration import load_lens
     from matlens.explorer.server import LiveModel, run_server
     from matlens.linear.mapsets import MapSet
 
-    lenses = [load_lens(folder) for folder in lens or []]
     sets = [MapSet.load(folder) for folder in maps or []]
-    live = LiveModel(model.load(), lenses, maps=sets, port=port)
+    bridge, lenses = lens.load(model)
+    live = LiveModel(bridge, lenses, maps=[each.on(bridge, strict=lens.strict) for each in sets], port=port)
     print_line(f"Open {live.address} in a browser; Ctrl-C ends it.")
     run_server(live)

@@ -145,6 +145,9 @@ def explore(
     shown = [tokens.numpy(), followed.numpy(), *(of_lens.ids for of_lens in grids)]
     texts = texts_of(readout.tokenizer, shown if updates is None else [*shown, updates.promoted])
     notes = [_READ[read], *([_WITHOUT_MAP] if len(layers) + len(skipped) <= last else [])]
+    for name, lens in named.items():
+        if origin := lens.provenance.transfer.get("transferred_from"):
+            notes.append(f"The lens {name} is of {origin['model']}, which differs ({origin['differs']}).")
     notes += [_SKIPPED] if skipped else [_REPLACED] if values is not None and updates is None else []
     return PromptPage(
         activations.provenance.identity.name, visible(prompt_text(model, given, examples.tokens)),

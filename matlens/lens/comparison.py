@@ -151,12 +151,15 @@ def compare_lenses(
     if evaluations is not None:
         read = evaluate_open_sets(lenses, evaluations, layers=evaluated_at, progress=progress)
     details = {name: lens.provenance.details for name, lens in lenses.items()}
+    transfers = {name: lens.provenance.transfer for name, lens in lenses.items()}
     origin = {
         **validation.provenance.to_json("model", "data"),
         "train": train.provenance.to_json("data", "positions"), "n_rows": train.n_rows,
         "strengths": {name: its["strengths"] for name, its in details.items() if "strengths" in its},
         "layers": chosen, "methods": names, "seed": seed, "n_sinks": int(sinks.sum()),
     }  # fmt: skip
+    if moved := {name: its["transferred_from"] for name, its in transfers.items() if its}:
+        origin["transferred_from"] = moved
     if jacobian_details := details.get("jacobian"):
         origin |= {
             "n_prompts": jacobian_details["n_fitted"], "n_prompt_tokens": jacobian_details["n_tokens"]

@@ -78,6 +78,7 @@ def pull_lens(
     *,
     revision: str | None = None,
     model: TransformerBridge | None = None,
+    strict: bool = True,
 ) -> LensMaps:
     """Read a lens from a repository; see `Lens.from_pretrained`."""
     commit, paths = _list_files(repository, revision)
@@ -93,7 +94,7 @@ def pull_lens(
     if name is not None and name in files:
         if model is None:
             raise InputError(f"model must be given: {name} does not record its model.")
-        lens = read_jacobian_lens(download(name), model)
+        lens = read_jacobian_lens(download(name), model, strict=strict)
     elif name is not None and name in known:
         inside = [path for path in paths if str(PurePosixPath(path).parent) == name]
         wanted = [path for path in inside if path.endswith((f"/{CONFIG}", ".safetensors"))]

@@ -22,7 +22,7 @@ from matlens.lens import files, trained
 from matlens.lens.closed_forms import fit_closed_forms, layers_read, resolve_layers
 from matlens.lens.config import Method, parse_methods
 from matlens.lens.hub import pull_lens, push_lens
-from matlens.lens.maps import LensMaps
+from matlens.lens.maps import LensMaps, maps_on
 from matlens.lens.trajectory import Trajectory, read_trajectory
 from matlens.linear.mapsets import MapSet
 from matlens.models.identity import ModelIdentity, Provenance
@@ -69,6 +69,7 @@ class Lens(LensMaps):
         super().__post_init__()
         if self.readout is not None:
             self.readout.check_same(self.provenance, theirs="the lens")
+            object.__setattr__(self, "maps", maps_on(self.maps, self.readout.device))
 
     def __repr__(self) -> str:
         identity, layers = self.provenance.identity, self.layers
@@ -218,7 +219,7 @@ class Lens(LensMaps):
         With ``gradients`` they can be differentiated in ``h``; the model's weights are constants.
         """
         readout, layer = self.on_readout, self.resolve(layer)
-        logits = readout.logits(self(h, layer), gradients=gradients)
+        logits = readout.logits(self(h.to(readout.device), layer), gradients=gradients)
         scale = self.scales.get(layer, 1.0)
         return logits if scale == 1 else logits * scale
 
@@ -242,7 +243,10 @@ class Lens(LensMaps):
         if model is None:
             return self
         provenance = self.provenance.on(ModelIdentity.from_model(model), ours="the lens", strict=strict)
-        return replace(self, provenance=provenance, readout=Readout(model), model=model)
+        maps = {
+            layer: linear and replace(linear, provenance=provenance) for layer, linear in self.maps.items()
+        }
+        return replace(self, maps=maps, provenance=provenance, readout=Readout(model), model=model)
 
     def trajectory(
         self,
@@ -341,16 +345,17 @@ class Lens(LensMaps):
             By default those of the hub's own client.
         """
         place = HubRepository(repository, endpoint, token)
-        lens = cls(**vars(pull_lens(place, name, revision=revision, model=model)))
+        lens = cls(**vars(pull_lens(place, name, revision=revision, model=model, strict=strict)))
         return lens.on(model, strict=strict)
 
     @classmethod
-    def from_jacobian_lens(cls, path: str | Path, model: TransformerBridge) -> Lens:
+    def from_jacobian_lens(cls, path: str | Path, model: TransformerBridge, *, strict: bool = True) -> Lens:
         """Read a `JacobianLens` file of TransformerLens; no code in it is executed.
 
-        Its layer ``l``, the output of block ``l``, is ``l + 1`` here.
+        Its layer ``l``, the output of block ``l``, is ``l + 1`` here. For ``strict`` see `on`; a file that
+        `to_jacobian_lens` did not write records too little for ``strict=False``.
         """
-        return cls(**vars(files.read_jacobian_lens(path, model))).on(model)
+        return cls(**vars(files.read_jacobian_lens(path, model, strict=strict))).on(model, strict=strict)
 
     def to_jacobian_lens(self, path: str | Path) -> None:
         """Write the maps as a file that TransformerLens' `JacobianLens.load` reads, in float32.

@@ -120,10 +120,20 @@ class LensMaps:
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def matrix(self, layer: int) -> Float[Tensor, "d_model d_model"]:
-        """The dense matrix of a layer's map, which may be the identity."""
+        """The dense matrix of a layer's map, which may be the identity, on the CPU."""
         linear = self.maps[layer]
         return (
             torch.eye(self.provenance.identity.d_model, dtype=torch.float32)
             if linear is None
-            else linear.matrix
+            else linear.matrix.cpu()
         )
+
+
+def maps_on(maps: Mapping[int, LinearMap | None], device: torch.device) -> dict[int, LinearMap | None]:
+    """Maps on a device; those that share tensors still do."""
+    parts = {id(part): part for linear in maps.values() if linear for part in linear.parts.values()}
+    moved = {key: part.to(device) for key, part in parts.items()}
+    return {
+        layer: linear and replace(linear, **{name: moved[id(part)] for name, part in linear.parts.items()})
+        for layer, linear in maps.items()
+    }

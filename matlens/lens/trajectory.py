@@ -235,7 +235,8 @@ def read_trajectory(
     tokens = tuple(token_texts(lens.model.tokenizer, ids.tolist()))
     return Trajectory(
         prompt_text(lens.model, prompt, examples.tokens), ids, tokens, tuple(wanted), top_ids,
-        log_probs.exp(), entropy, kl, rank, lens, activations.provenance, int(examples.positions[0]), vectors,
+        log_probs.exp(), entropy, kl, rank, lens,
+        activations.provenance.with_details(**lens.provenance.transfer), int(examples.positions[0]), vectors,
     )  # fmt: skip
 
 

@@ -18,9 +18,16 @@ from matlens.models.weights import tensor_digest
 class LinearMap:
     """A linear map from the vectors of one site to those of another: ``mat(h) = A h (+ b)``.
 
-    ``weight`` is the matrix ``A`` in float32 (paper A, Eq. 1); of rank ``k``, ``A = weight @ right``.
+    ``weight`` is the matrix ``A`` (paper A, Eq. 1); of rank ``k``, ``A = weight @ right``. Tensors of another
+    precision become float32, others are kept as they are, so gradients of ``mat(h)`` reach them.
     ``source`` and ``target`` are sites such as ``"h.3"`` and ``"h.30"``, and ``provenance`` the model, the
     corpus, the seed and the sample count that it was fitted on.
+
+    Examples
+    --------
+    >>> for part in linear.parts.values():
+    ...     part.requires_grad_()
+    >>> optimizer = torch.optim.Adam(linear.parts.values())
     """
 
     weight: Float[Tensor, "d_out k"]
@@ -33,6 +40,7 @@ class LinearMap:
     def __post_init__(self) -> None:
         if self.bias is not None and len(self.bias) != len(self.weight):  # one value would be broadcast
             raise InputError(f"bias must have {len(self.weight)} values, got {len(self.bias)}.")
+        vars(self).update((name, part.float()) for name, part in self.parts.items())
 
     def __repr__(self) -> str:
         d_out, d_in = self.shape
@@ -50,8 +58,7 @@ class LinearMap:
         provenance: Provenance | None = None,
     ) -> LinearMap:
         """A map in float32 of a solution in float64."""
-        weight, bias = weight.float().contiguous(), None if bias is None else bias.float()
-        return cls(weight, bias, source, target, provenance or Provenance())
+        return cls(weight.float().contiguous(), bias, source, target, provenance or Provenance())
 
     @property
     def parts(self) -> dict[str, Tensor]:
@@ -70,19 +77,21 @@ class LinearMap:
         return self.weight if self.right is None else self.weight @ self.right
 
     def __call__(self, h: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
-        """Map vectors in float32 on their device, for any precision of map and vectors."""
-        parts = {name: part.to(h.device, torch.float32) for name, part in self.parts.items()}
-        h = h.to(torch.float32)
+        """Map vectors of any precision in float32, on the map's device; returned on that of the vectors."""
+        device, h = h.device, h.to(self.weight.device, torch.float32)
         if self.right is not None:
-            h = torch.nn.functional.linear(h, parts["right"])
-        return torch.nn.functional.linear(h, parts["weight"], parts.get("bias"))
+            h = torch.nn.functional.linear(h, self.right)
+        return torch.nn.functional.linear(h, self.weight, self.bias).to(device)
 
     @property
     def digest(self) -> str:
         """Sixteen hex digits that change with the map's values."""
-        return tensor_digest(*(part.float() for part in self.parts.values()))
+        return tensor_digest(*self.parts.values())
 
     def to(self, device: torch.device | str) -> LinearMap:
-        """The same map on a device, where it need not be moved at every use."""
-        parts = {name: part.to(device) for name, part in self.parts.items()}
-        return replace(self, weight=parts["weight"], right=parts.get("right"), bias=parts.get("bias"))
+        """The same map on a device."""
+        return replace(self, **{name: part.to(device) for name, part in self.parts.items()})
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Its tensors by name, detached; ``dataclasses.replace(linear, **state)`` loads them."""
+        return {name: part.detach() for name, part in self.parts.items()}

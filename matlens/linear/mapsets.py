@@ -57,6 +57,7 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         if provenance is None and given:
             provenance = _common([linear.provenance for linear in given])
         self.provenance = provenance or Provenance()
+        self._device = torch.device("cpu")  # of maps that are read
 
     def __repr__(self) -> str:
         pairs, model = list(self._maps), self.provenance.model
@@ -72,7 +73,7 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         if isinstance(stored, LinearMap):
             return stored
         bias = stored.read(source, f"{target}/bias") if f"{target}/bias" in stored.tensors(source) else None
-        return LinearMap(stored.read(source, target), bias, source, target, self.provenance)
+        return LinearMap(stored.read(source, target), bias, source, target, self.provenance).to(self._device)
 
     def __contains__(self, pair: object) -> bool:
         """Whether there is a map, without reading it."""
@@ -140,15 +141,18 @@ class MapSet(Mapping[tuple[str, str], LinearMap]):
         return MapSet(chosen, provenance=self.provenance)
 
     def on(self, model: TransformerBridge, *, strict: bool = True) -> MapSet:
-        """The same maps for a model; with ``strict=False`` also for another model of the same shape.
+        """The same maps for a model, on its device; with ``strict=False`` also for another of the same shape.
 
         See `Lens.on`; a map without a model becomes one of this model.
         """
         maps = MapSet(
             provenance=self.provenance.on(ModelIdentity.from_model(model), ours="the maps", strict=strict)
         )
+        maps._device = torch.device(model.cfg.device)
         maps._maps = {
-            pair: replace(stored, provenance=maps.provenance) if isinstance(stored, LinearMap) else stored
+            pair: replace(stored.to(maps._device), provenance=maps.provenance)
+            if isinstance(stored, LinearMap)
+            else stored
             for pair, stored in self._maps.items()
         }
         return maps
@@ -230,9 +234,9 @@ def write_maps(
 def _tensors(maps: Iterable[LinearMap]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for linear in maps:
-        parts = {linear.target: linear.matrix.float()}
+        parts = {linear.target: linear.matrix}
         if linear.bias is not None:
-            parts[f"{linear.target}/bias"] = linear.bias.float()
+            parts[f"{linear.target}/bias"] = linear.bias
         if not all(part.isfinite().all() for part in parts.values()):
             raise InputError(
                 f"The map {linear.source} -> {linear.target} cannot be saved: a value of it is not finite in "

@@ -201,7 +201,8 @@ class Provenance:
         """The same provenance on a model; with ``strict=False`` also on another model of the same shape.
 
         The other model then replaces this one, with one InputWarning; ``details["transferred_from"]`` records
-        the original and what differs. An unknown model is replaced without a warning.
+        the original and what differs, after several transfers one inside the other. An unknown model is
+        replaced without a warning.
         """
         if self.model is None:  # made by hand
             return replace(self, model=model)
@@ -211,8 +212,13 @@ class Provenance:
             self.check_same(model, ours=ours)
         name, fingerprint = self.model.name, self.model.fingerprint
         warn(f"Using {ours} of {name} on {model.name}, although they differ ({difference}).")
-        transferred_from = {"model": name, "fingerprint": fingerprint, "differs": difference}
-        return replace(self, model=model, details={**self.details, "transferred_from": transferred_from})
+        record = {"model": name, "fingerprint": fingerprint, "differs": difference, **self.transfer}
+        return replace(self, model=model, details={**self.details, "transferred_from": record})
+
+    @property
+    def transfer(self) -> dict[str, Any]:
+        """``transferred_from`` alone, for records of results; empty if the model is the original one."""
+        return {key: self.details[key] for key in ("transferred_from",) if key in self.details}
 
     def to_json(self, *keys: str) -> dict[str, Any]:
         """For files, or only these parts."""

@@ -353,7 +353,7 @@ def _on_model(
     identity: ModelIdentity | None,
     strict: bool,
 ) -> list[Replacement]:
-    """The replacements with maps of known provenance on this model, see `Provenance.on`."""
+    """The replacements with maps on this model's device, those of known provenance by `Provenance.on`."""
     known: dict[tuple[Any, ...], Provenance] = {}
     placed = []
     for replacement in replacements:
@@ -364,6 +364,7 @@ def _on_model(
                 known[origin.key] = function.provenance.on(identity, ours="the maps", strict=strict)
             if known[origin.key].identity.key != origin.key:
                 function = replace(function, provenance=known[origin.key])
-                replacement = replace(replacement, function=function)
+        if isinstance(function, LinearMap):
+            replacement = replace(replacement, function=function.to(model.cfg.device))
         placed.append(replacement)
     return placed

@@ -13,7 +13,7 @@ import torch
 from matlens import parallel, plots
 from matlens.activations.activations import Activations
 from matlens.data.overlap import OverlapWarning, fitted_on
-from matlens.errors import InputError, NonNegative, checked
+from matlens.errors import InputError, InputWarning, NonNegative, checked
 from matlens.io.artifact import is_finished, make_config, software_versions
 from matlens.io.files import checksummed, content_hash, describe_file, read_json, write_files
 from matlens.io.tables import COLUMNS, check_described, read_table, write_results
@@ -144,12 +144,15 @@ def evaluate_maps(
     ``strict=False`` the model may differ from the one that was collected from, as in another precision.
     """
     folder = Path(folder)
-    maps = MapSet.load(folder / MAPS).on(model, strict=strict)
+    fitted = MapSet.load(folder / MAPS)
+    _check_fitted_here(fitted, folder)
+    maps = fitted.on(model, strict=strict)
     validation = Activations.load(folder / VALIDATION)
-    validation.provenance = validation.provenance.on(
-        maps.provenance.identity, ours="the activations", strict=strict
-    )
-    _check_fitted_here(maps, folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", InputWarning)  # the maps have warned
+        validation.provenance = validation.provenance.on(
+            maps.provenance.identity, ours="the activations", strict=strict
+        )
     evaluation = _evaluation_digest(model, folder)
     if (existing := _existing_results(folder, evaluation)) is not None:
         return existing
