@@ -84,7 +84,8 @@ RESULTS_B := \
 	paper_b_table5_control \
 	paper_b_table6_early_exit
 # Which lens to use: three hours, most of it for the tuned lens and for Jacobians.
-RESULTS_LENSES := lens_report lens_report_bert lens_causal lens_budgets lens_budgets_gpt2 lens_budgets_gpts lens_budgets_gpt8
+RESULTS_LENSES := lens_report lens_report_bert lens_causal lens_budgets lens_budgets_gpt2 lens_budgets_gpts lens_budgets_gpt8 \
+	lens_transfer
 # Models of the papers' kinds, trained here: half an hour.
 RESULTS_MODELS := \
 	small_gpts \
@@ -200,6 +201,11 @@ $(RESULTS)/linearity_bound.csv: | $(RESULTS)/linearity.csv
 $(RESULTS)/linearity_damage.csv: OPTIONS = --train 4000 --val 1000 --every 3
 $(RESULTS)/linearity_damage_bert.csv: OPTIONS = --train 4000 --val 1000 --windows 600 --eval-windows 200 --score-windows 400
 $(RESULTS)/lens_causal.csv: OPTIONS = --train 200 --val 200
+# A LoRA by peft, merged.
+$(RESULTS)/lens_transfer.csv: | install
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps peft==0.21.2
+	$(BIN)/python analyses/lens_transfer.py --train 300 --val 250 --out $(RESULTS)
+
 # With EVALUATIONS="--evaluations FOLDER", also on the open sets of anthropics/jacobian-lens.
 BUDGETS := $(foreach n,1875 7500 30000 120000,--budget $(n))
 $(RESULTS)/lens_budgets.csv: OPTIONS = --train 15762 --val 1000 --layer 20 $(BUDGETS) --jacobian 4 --longest 48 $(EVALUATIONS)

@@ -174,6 +174,7 @@ def test_patched_takes_maps_of_the_base_model_with_one_warning(work):
         torch.testing.assert_close(patched[N_LAYERS], expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("always::matlens.InputWarning")
 def test_commands_take_a_lens_of_the_base_model(work, tmp_path, capsys):
     work.lens.save(tmp_path / "lens")
     work.lens.to_jacobian_lens(tmp_path / "lens.pt")
@@ -197,6 +198,7 @@ def test_commands_take_a_lens_of_the_base_model(work, tmp_path, capsys):
     assert all(tokens[-1][0] in shown for tokens in lens.trajectory(PROMPT, k=1).top_tokens().values())
 
 
+@pytest.mark.filterwarnings("always::matlens.InputWarning")
 def test_maps_in_a_folder_are_evaluated_on_the_tuned_model(work, tmp_path, capsys):
     out, corpus = tmp_path / "out", tmp_path / "words.txt"
     corpus.write_text("\n".join(make_sentences().sentences))
