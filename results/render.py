@@ -119,7 +119,8 @@ class Results:
     def _check_same_models(self, name: str, origin: dict[str, Any]) -> None:
         """Refuse a table whose model differs from that of other quoted tables."""
         for model in _models_of(origin):
-            called = model["base_model_name_or_path"], model.get("dtype")
+            # Records without a configuration have fingerprints of whole weights, not of samples.
+            called = model["base_model_name_or_path"], model.get("dtype"), "configuration" in model
             other, fingerprint = self.models.setdefault(called, (name, model["fingerprint"]))
             if fingerprint != model["fingerprint"]:
                 raise InputError(

@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import cache, wraps
 from inspect import Parameter
 from pathlib import Path
@@ -288,12 +288,17 @@ class LensesOptions:
     strict: bool = True
 
     def load(self, model: ModelOptions) -> tuple[TransformerBridge, list[Lens]]:
-        """Load the model, and the lenses on it."""
+        """Load the model, and the lenses of it; the page reads all with one readout."""
         from matlens.explorer.exploration import load_lens
+        from matlens.models.identity import ModelIdentity
 
         lenses = [load_lens(folder) for folder in self.lens or []]
         bridge = model.load()
-        return bridge, [lens.on(bridge, strict=self.strict) for lens in lenses]
+        identity = ModelIdentity.from_model(bridge)
+        return bridge, [
+            replace(lens, provenance=lens.provenance.on(identity, ours="the lens", strict=self.strict))
+            for lens in lenses
+        ]
 
 
 @dataclass(frozen=True)
