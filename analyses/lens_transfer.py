@@ -75,7 +75,7 @@ def main(
     read: dict[tuple[str, int | None], Any] = {}
     for name, lens in lenses.items():
         h = before if name == "base" else after
-        predictions = {(name, at): lens(h[at], at) for at in layers}
+        predictions: dict[tuple[str, int | None], Any] = {(name, at): lens(h[at], at) for at in layers}
         read |= evaluate(lens.on_readout, h[last], predictions, kl=True, progress=False)
     # How far apart the models are: the base model's predictions against those of the tuned model.
     own = base.on_readout.logits(before[last])
@@ -141,13 +141,19 @@ def compare(read: Mapping[tuple[str, int | None], Any], **cells: Any) -> pd.Data
     for (name, layer), evaluation in read.items():
         estimates = evaluation.estimates()
         for metric in METRICS:
-            row = {**cells, "method": name, "layer": layer, "metric": metric[0], "k": metric[1]}
-            rows.append(result_row(NAME, **row, estimate=estimates[metric], **{AGAINST: ""}))
+            row: dict[str, Any] = {
+                **cells,
+                "method": name,
+                "layer": layer,
+                "metric": metric[0],
+                "k": metric[1],
+            }
+            rows.append(result_row(NAME, **row, against="", estimate=estimates[metric]))
             if name in ("base", "refitted", "id"):
                 ours, theirs = (each.values()[metric] for each in (read["transferred", layer], evaluation))
                 apart = metrics.difference(ours, theirs) if metric[1] else metrics.mean(ours - theirs)
                 row["method"] = "transferred"
-                rows.append(result_row(NAME, **row, estimate=apart, **{AGAINST: name}))
+                rows.append(result_row(NAME, **row, against=name, estimate=apart))
     return result_table(rows, AGAINST)
 
 

@@ -85,7 +85,7 @@ class Results:
 
     folder: Path
     verdicts: list[Verdict] = field(default_factory=list)
-    models: dict[tuple[str, Any], tuple[str, str]] = field(default_factory=dict)
+    models: dict[tuple[Any, ...], tuple[str, str]] = field(default_factory=dict)
 
     def table(self, name: str, **cells: Any) -> pd.DataFrame:
         """Rows of a table with some cells; several values of a column are given as a list."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -132,7 +132,7 @@ class LensMaps:
 def maps_on(maps: Mapping[int, LinearMap | None], device: torch.device) -> dict[int, LinearMap | None]:
     """Maps on a device; those that share tensors still do."""
     parts = {id(part): part for linear in maps.values() if linear for part in linear.parts.values()}
-    moved = {key: part.to(device) for key, part in parts.items()}
+    moved: dict[int, Any] = {key: part.to(device) for key, part in parts.items()}
     return {
         layer: linear and replace(linear, **{name: moved[id(part)] for name, part in linear.parts.items()})
         for layer, linear in maps.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -93,7 +94,8 @@ class LinearMap:
 
     def to(self, device: torch.device | str) -> LinearMap:
         """The same map on a device."""
-        return replace(self, **{name: part.to(device) for name, part in self.parts.items()})
+        parts: dict[str, Any] = {name: part.to(device) for name, part in self.parts.items()}
+        return replace(self, **parts)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Its tensors by name, detached; ``dataclasses.replace(linear, **state)`` loads them."""
