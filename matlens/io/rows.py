@@ -73,7 +73,7 @@ class StoredRows(Mapping[str, Tensor]):
         return indices
 
     def __contains__(self, name: object) -> bool:
-        """Whether there is such a column, without reading it."""
+        """True if there is such a column, which is not read."""
         return name in self.columns
 
     def __iter__(self) -> Iterator[str]:
@@ -184,10 +184,6 @@ def _empty(columns: Columns, n_rows: int) -> dict[str, Tensor]:
     return {name: torch.empty(n_rows, of.width, dtype=of.in_memory) for name, of in columns.items()}
 
 
-def _row_bytes(columns: Columns) -> int:
-    return _INDEX_BYTES + sum(of.width * of.in_memory.itemsize for of in columns.values())
-
-
 def read_rows(folder: str | Path, expected: str) -> tuple[dict[str, Any], dict[str, np.ndarray], StoredRows]:
     """Open finished rows: their configuration, the arrays next to them, and the rows by column.
 
@@ -200,7 +196,7 @@ def read_rows(folder: str | Path, expected: str) -> tuple[dict[str, Any], dict[s
 
 def _shards(counts: Sequence[int], columns: Columns) -> list[range]:
     """Runs of consecutive batches of about 32 MB, or less if there would be only a few of them."""
-    of_row = _row_bytes(columns)
+    of_row = _INDEX_BYTES + sum(of.width * of.in_memory.itemsize for of in columns.values())
     max_bytes = min(_SHARD_BYTES, -(-int(sum(counts)) * of_row // _MIN_SHARDS))
     return consecutive(counts, -(-max_bytes // of_row))
 
@@ -208,11 +204,9 @@ def _shards(counts: Sequence[int], columns: Columns) -> list[range]:
 def consecutive(counts: Sequence[int], size: int) -> list[range]:
     """Runs of consecutive batches, each with at least ``size`` rows, except the last one."""
     runs, start, n_rows = [], 0, 0
-    for number, count in enumerate(counts):
+    for end, count in enumerate(counts, start=1):
         n_rows += count
-        if n_rows >= size:
-            runs.append(range(start, number + 1))
-            start, n_rows = number + 1, 0
-    if start < len(counts):
-        runs.append(range(start, len(counts)))
+        if n_rows >= size or end == len(counts):
+            runs.append(range(start, end))
+            start, n_rows = end, 0
     return runs

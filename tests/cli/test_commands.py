@@ -387,6 +387,6 @@ def test_short_commands_use_the_cache_which_is_shown_and_cleared(
     for part in ("2 entries", "top 5 tokens", model_folder("llama").name):
         assert part in shown
     assert "freed" in run_command(["cache", "clear"], capsys).out
-    assert not (tmp_path / "cache").exists()
+    assert "0 entries" in run_command(["cache", "show"], capsys).out
     monkeypatch.setenv("MATLENS_CACHE", "off")
     assert "switched off" in run_command(["cache", "clear"], capsys).out
