@@ -107,12 +107,15 @@ def ask(question: Callable[Concatenate[Family, P], T | None], *args: P.args, **k
 
 @contextmanager
 def family_adapters() -> Iterator[None]:
-    """Let TransformerLens use the families' adapters while the context lasts."""
+    """Let TransformerLens use the families' adapters, and install nothing, inside the context."""
     from unittest.mock import patch
 
     from transformer_lens.factories import architecture_adapter_factory as factory
+    from transformer_lens.model_bridge.sources.transformers import helpers
 
     ours = {name: adapter for family in reversed(families()) for name, adapter in family.adapters().items()}
     supported, known = factory.SUPPORTED_ARCHITECTURES, factory.ArchitectureAdapterFactory._adapters
-    with patch.dict(supported, ours), patch.dict(known, ours):
+    # TransformerLens 4.3 runs "pip install torchvision" for multimodal models, which can replace torch.
+    installs = patch.object(helpers, "_ensure_torchvision", lambda: False, create=True)
+    with patch.dict(supported, ours), patch.dict(known, ours), installs:
         yield
