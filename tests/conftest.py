@@ -229,7 +229,7 @@ def _cache(tmp_path_factory):
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "matlens-cache"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MATLENS_CACHE", str(folder))
-        # A bridge of a multimodal model, booted without matlens, would install torchvision with another torch.
+        # Booting a bridge of a multimodal model would install torchvision, with another torch.
         for variable in ("PIP_NO_INDEX", "UV_OFFLINE"):
             patch.setenv(variable, "1")
         yield folder
