@@ -148,7 +148,8 @@ def short_name(name: str) -> str:
 def title_of(results: pd.DataFrame, *columns: str) -> str:
     """Title of a table of one model and corpus: these, or some columns, and the number of examples."""
     named = columns or ("model", "corpus")
-    check_one(results, columns=named)
+    if not columns:  # a figure of several corpora names its columns
+        check_one(results)
     parts = [short_name(str(results[column].iloc[0])) for column in named]
     if not columns:
         parts.append(examples_of(results))

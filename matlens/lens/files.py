@@ -58,7 +58,7 @@ def write_lens(folder: str | Path, lens: LensMaps) -> None:
     with Artifact.writing(folder, _HOLDS, request) as artifact:
         if not artifact.finished:
             for name, linear in linears.items() if parallel.is_main() else ():
-                artifact.write(name, linear.parts)
+                artifact.write(name, {key: part.float() for key, part in linear.parts.items()})
             artifact.finish()
 
 

@@ -147,7 +147,7 @@ def lens_card(lens: LensMaps, results: pd.DataFrame | None) -> str:
     """README of one lens: its training data, and its quality at each layer."""
     provenance = lens.provenance
     name = bare(provenance.identity.name)
-    if results is not None and {*map(bare, map(str, results["model"]))} - {name}:
+    if results is not None and {*map(bare, map(str, results["model"].dropna()))} - {name}:
         raise InputError(f"The table must be of {name}, the model of the lens, got one of another model.")
     values = {
         "lens": lens, "provenance": provenance, "identity": provenance.identity,

@@ -20,8 +20,8 @@ from matlens.numerics import without_autocast
 class LinearMap:
     """A linear map from the vectors of one site to those of another: ``mat(h) = A h (+ b)``.
 
-    ``weight`` is the matrix ``A`` (paper A, Eq. 1); of rank ``k``, ``A = weight @ right``. Tensors of another
-    precision become float32, others are kept as they are, so gradients of ``mat(h)`` reach them.
+    ``weight`` is the matrix ``A`` (paper A, Eq. 1), in float32 if fitted; ``weight @ right`` of rank ``k``.
+    Gradients of ``mat(h)`` reach the tensors.
     ``source`` and ``target`` are sites such as ``"h.3"`` and ``"h.30"``, and ``provenance`` the model, the
     corpus, the seed and the sample count that it was fitted on.
 
@@ -42,7 +42,6 @@ class LinearMap:
     def __post_init__(self) -> None:
         if self.bias is not None and len(self.bias) != len(self.weight):  # one value would be broadcast
             raise InputError(f"bias must have {len(self.weight)} values, got {len(self.bias)}.")
-        vars(self).update((name, part.float()) for name, part in self.parts.items())
 
     def __repr__(self) -> str:
         d_out, d_in = self.shape
@@ -60,7 +59,8 @@ class LinearMap:
         provenance: Provenance | None = None,
     ) -> LinearMap:
         """A map in float32 of a solution in float64."""
-        return cls(weight.float().contiguous(), bias, source, target, provenance or Provenance())
+        weight, bias = weight.float().contiguous(), None if bias is None else bias.float()
+        return cls(weight, bias, source, target, provenance or Provenance())
 
     @property
     def parts(self) -> dict[str, Tensor]:
@@ -83,14 +83,15 @@ class LinearMap:
     def __call__(self, h: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
         """Map vectors of any precision in float32, on the map's device; returned on that of the vectors."""
         device, h = h.device, h.to(self.weight.device, torch.float32)
+        parts = {name: part.float() for name, part in self.parts.items()}  # no copy of float32
         if self.right is not None:
-            h = torch.nn.functional.linear(h, self.right)
-        return torch.nn.functional.linear(h, self.weight, self.bias).to(device)
+            h = torch.nn.functional.linear(h, parts["right"])
+        return torch.nn.functional.linear(h, parts["weight"], parts.get("bias")).to(device)
 
     @property
     def digest(self) -> str:
         """Sixteen hex digits that change with the map's values."""
-        return tensor_digest(*self.parts.values())
+        return tensor_digest(*(part.float() for part in self.parts.values()))
 
     def to(self, device: torch.device | str) -> LinearMap:
         """The same map on a device."""

@@ -234,9 +234,9 @@ def write_maps(
 def _tensors(maps: Iterable[LinearMap]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for linear in maps:
-        parts = {linear.target: linear.matrix}
+        parts = {linear.target: linear.matrix.float()}
         if linear.bias is not None:
-            parts[f"{linear.target}/bias"] = linear.bias
+            parts[f"{linear.target}/bias"] = linear.bias.float()
         if not all(part.isfinite().all() for part in parts.values()):
             raise InputError(
                 f"The map {linear.source} -> {linear.target} cannot be saved: a value of it is not finite in "

@@ -79,6 +79,7 @@ def active_hooks(model: TransformerBridge) -> tuple[str, ...]:
     return (*own, *(f"{function_name(function)} at {point}" for point, function in _user_hooks(model)))
 
 
+@checked
 @deprecated("Use active_hooks instead.")
 def changes_of(model: TransformerBridge) -> tuple[str, ...]:
     """The former name of `active_hooks`."""

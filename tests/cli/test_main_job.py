@@ -246,9 +246,9 @@ def test_a_finished_run_is_not_evaluated_again(run_matlens, inputs, finished, mo
 def test_an_output_folder_of_others_or_of_another_job(run_matlens, inputs, finished):
     command, before = ["run", *inputs, "--out", finished], tree(finished)
     for options, part, message in (
-        (["--seed", 5], "train", "seed: 0 in the folder, 5 now"),
-        (["--dtype", "bfloat16"], "train", "dtype: float32 in the folder, bfloat16 now"),
-        (["--ridge", "0.5"], "maps", "ridge: 0.0 in the folder, 0.5 now"),
+        (["--seed", 5], "train", "seed: 0 there, 5 now"),
+        (["--dtype", "bfloat16"], "train", "dtype: float32 there, bfloat16 now"),
+        (["--ridge", "0.5"], "maps", "ridge: 0.0 there, 0.5 now"),
         (["--pairs", "last"], "maps", "pairs"),
     ):
         refused = run_matlens(*command, *options)

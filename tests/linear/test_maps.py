@@ -75,15 +75,6 @@ def test_an_optimizer_recovers_a_map_from_its_vectors():
         torch.testing.assert_close(part, truth.parts[name], rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_tensors_become_float32_once_and_others_are_not_copied(dtype):
-    weight = linear("h.0", "h.1").weight
-    assert LinearMap(weight, None, "h.0", "h.1").weight is weight
-    low = LinearMap(weight.to(dtype), weight[0].to(dtype), "h.0", "h.1", right=weight.to(dtype))
-    assert {part.dtype for part in low.parts.values()} == {torch.float32}
-    assert torch.equal(low.right, weight.to(dtype).float())
-
-
 def test_the_digest_follows_values_that_are_edited_in_place():
     one = linear("h.0", "h.1", bias=True)
     before = one.digest
